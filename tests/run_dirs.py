@@ -54,7 +54,7 @@ EVENTS = [
     {**TRAIN, "step": 60, "epoch": 1.2, "images_per_second": 11},
 ]
 MARKS = [
-    {"mark": "launch", "time": 1e9 + 1, "starts": [1e9], "ranks": 2},
+    {"mark": "launch", "time": 1e9 + 1, "began": 1e9, "ranks": 2},
     {"mark": "start", "time": 1e9 + 10, "step": 0},
     {"mark": "evaluation", "time": 1e9 + 60, "began": 1e9 + 50, "step": 50},
     {"mark": "warning", "time": 1e9 + 80, "step": 60, "text": "rank 1 is slow"},

@@ -7,6 +7,7 @@ start therefore loses the step in progress and at most one complete step.
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import subprocess
 import threading
@@ -159,7 +160,7 @@ class ElasticRun:
 
     def _start(self, hosts: tuple[Host, ...], saves_only: bool) -> int:
         job = ElasticJob(self.name, self.ranks, saves_only)
-        code = self.start(hosts, {ELASTIC: str(job)})
+        code = self.start(hosts, {ELASTIC: json.dumps(job)})
         self.has_started = True
         return code
 

@@ -23,9 +23,9 @@ from hvd_cifar.errors import RESUME, STALLED, TrainingError
 from hvd_cifar.launch.cluster.remarks import without_banners
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.restarts import last_said
-from hvd_cifar.runtime.environment import ENDS, STARTS
+from hvd_cifar.runtime.environment import LAUNCH, Launch
 from hvd_cifar.runtime.inspect_process import is_pending, is_stopped, waited_for
-from hvd_cifar.runtime.process import adopt_orphans, began
+from hvd_cifar.runtime.process import adopt_orphans
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
@@ -82,8 +82,8 @@ class Job:
         self._stops = False  # the current ranks are asked to stop
         self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
-        self._times = [began()]  # see `environment.starts`
-        self._ends: list[str] = []  # see `environment.ends`
+        self._began = psutil.Process().create_time()
+        self._ends: list[str] = []  # how starts ended, see `environment.Launch`
         self._starter: Starter | None = None
         self._process: subprocess.Popen[Any] | None = None
         adopt_orphans()
@@ -99,8 +99,6 @@ class Job:
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
         proof_before = _mark_of(starter.proof)  # of an earlier job
-        if len(self._times) % 2 == 0:
-            self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
         # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
         # children, and SIGINT ends it as SIGTERM would.
@@ -130,7 +128,6 @@ class Job:
         _end_orphans(process.pid, 0 if was_killed else SECONDS_FOR_ORPHANS)
         if was_killed:
             remove_session(process.pid, starter.env)
-        self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         outcome = self._outcome(code if code >= 0 else 128 - code)
@@ -143,6 +140,8 @@ class Job:
         return outcome
 
     def _start(self, starter: Starter, holds_sigterm: bool) -> subprocess.Popen[Any]:
+        launch = Launch(self._began, len(self._ends), self._ends[-ENDS_TOLD:])
+
         def prepare() -> None:
             if holds_sigterm:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -150,7 +149,7 @@ class Job:
         # In its own session: Ctrl-C reaches only this process, which forwards it.
         return subprocess.Popen(
             starter.words,
-            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
+            env={**starter.env, LAUNCH: json.dumps(launch)},
             stdin=None if starter.is_rank else subprocess.DEVNULL,  # a single rank may have a debugger
             stdout=None if starter.is_rank else subprocess.PIPE,
             stderr=subprocess.PIPE,

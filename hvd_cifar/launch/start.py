@@ -20,7 +20,7 @@ from hvd_cifar.launch.command import command
 from hvd_cifar.launch.here import gpus_here, note_gpus
 from hvd_cifar.launch.job import Starter, write
 from hvd_cifar.launch.request import Request
-from hvd_cifar.runtime.environment import ENDS, STARTS, prepare_tensorflow
+from hvd_cifar.runtime.environment import LAUNCH, prepare_tensorflow
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
 SHOW_CURSOR = b"\x1b[?25h"
@@ -50,7 +50,7 @@ def make_starter(request: Request, ranks: int) -> Starter:
         # Ranks cannot see whether this is so: mpirun gives them a pseudo-terminal in any case.
         env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
     if not request.settings.dry_run:
-        env |= {STARTS: "", ENDS: "[]"}  # so that mpirun exports them; `Job` sets their values
+        env[LAUNCH] = ""  # so that mpirun exports it; `Job` sets its value
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     env |= validators.neighbours(request.validators, of_ranks[-1])
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))

@@ -7,6 +7,7 @@ training ranks, whose collectives are those of a run without validation ranks.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
 def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
     """A variable for training ranks: the number of validation ranks on `host`, the last training rank's host."""
     after = next((one.slots for one in validators if one.name == host), 0)
-    return {BESIDE: str(Beside(0, after))} if validators else {}
+    return {BESIDE: json.dumps(Beside(0, after))} if validators else {}
 
 
 def words(request: Request) -> list[str]:
@@ -70,7 +71,8 @@ def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
     process = subprocess.Popen(
         words(request),
         # Without HOROVOD_TIMELINE: the file is that of the training ranks.
-        env={name: value for name, value in os.environ.items() if name != "HOROVOD_TIMELINE"} | {BESIDE: str(before)},
+        env={name: value for name, value in os.environ.items() if name != "HOROVOD_TIMELINE"}
+        | {BESIDE: json.dumps(before)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

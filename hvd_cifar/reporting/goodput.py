@@ -3,7 +3,7 @@
 A session is the life of rank 0's process. A run has several where it is started again, by the launcher or by hand.
 Marks are objects with "mark" and "time" (Unix time, seconds):
 
-launch: the session's ranks are being started. "starts", "ends": see `runtime.environment`; "ranks"; "elastic".
+launch: the session's ranks are being started. "began", "restarts", "ends": of `environment.Launch`; "ranks"; "elastic".
 start: the first step follows. "step": finished ones.
 evaluation, checkpoints, restart: work other than steps ends; it began at "began". "step": finished ones.
 rollback: the run goes on from the checkpoint of an earlier "step".
@@ -29,9 +29,7 @@ KINDS = (
     "evaluation",
     "checkpoints",
     "set_up",  # from the launcher's start to the first step
-    "restart",  # the same for later starts; and the return to a checkpoint in a rollback
-    "detection",  # from the last sign of life of rank 0 to the launcher's notice that the ranks have ended
-    "waiting",  # of the launcher, before it starts the ranks again
+    "restart",  # from rank 0's last sign of life, or a new launcher's start, to the first step; and in a rollback
 )
 SPANS = ("evaluation", "checkpoints", "restart")
 
@@ -61,8 +59,8 @@ def read(text: str) -> list[Mark]:
     for line in text.splitlines():
         try:
             mark = json.loads(line)
-            began = mark["began"] if mark["mark"] in SPANS else 0
-            numbers = [mark["time"], mark.get("step", 0), began, *mark.get("starts", [0])]
+            began = mark["began"] if mark["mark"] in (*SPANS, "launch") else 0
+            numbers = [mark["time"], mark.get("step", 0), began, mark.get("restarts", 0)]
             if isinstance(mark["mark"], str) and all(abs(number) <= MOST_STEPS for number in numbers):
                 marks.append(mark)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
@@ -104,19 +102,14 @@ def intervals(marks: Iterable[Mark]) -> list[Interval]:
     spans: list[Interval] = []
     others: list[Interval] = []
     runs: list[_Steps] = []
-    starts: list[float] = []
+    job: float | None = None  # when the launcher began
     steps: _Steps | None = None  # None: ranks are being started, which is of kind `starting`, since `at`
     starting, at = "set_up", -math.inf  # before the first launch
     for mark in marks:
         kind, time, step = mark["mark"], mark["time"], int(mark.get("step", 0))
         if kind == "launch":
-            before, starts = starts, list(mark.get("starts") or [time])
-            same_job = bool(before) and starts[: len(before)] == before and len(starts) > len(before)
-            of_gap = "detection" if same_job else starting
-            at, new = (at, starts[len(before) :]) if same_job else (starts[0], starts[1:])
-            for i, then in enumerate(new):  # noticed, started again, noticed, ...
-                others.append((of_gap, at, then))
-                at, starting, of_gap = then, "restart", "restart" if i % 2 else "waiting"
+            if mark["began"] != job:  # else `at` is the last sign of life
+                job = at = mark["began"]
             steps = None
         elif at == -math.inf:
             continue

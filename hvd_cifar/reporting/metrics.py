@@ -18,7 +18,6 @@ from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import append, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, goodput, terminal
 from hvd_cifar.reporting.goodput import SESSIONS
-from hvd_cifar.reporting.run_files import as_events
 from hvd_cifar.reporting.view import Course, View
 
 SECONDS_BETWEEN_BEATS = 1.0
@@ -60,10 +59,7 @@ class Reporter:
     ) -> None:
         """Remove the entries after `first_step` of a file of JSON lines in the run directory, which is made if absent.
 
-        `see` is called with each entry that stays.
-
-        Raises:
-            UserError: where it cannot be written.
+        `see` is called with each entry that stays. UserError where the file cannot be written.
         """
         if self.run_dir is None:
             return
@@ -79,21 +75,12 @@ class Reporter:
         self.append_line("metrics.jsonl", {"event": event, **values})
 
     def go_back(self, step: int) -> None:
-        """Remove entries after an earlier step, from which the run goes on.
-
-        Raises:
-            UserError: where a file cannot be written.
-        """
+        """Remove entries after an earlier step, from which the run goes on. Raises as `catch_up`."""
         self.catch_up()
         self.open(step)
 
-    def begin_session(self, starts: list[float], **told: Any) -> None:
-        """Begin to mark what happens and where the time goes.
-
-        Args:
-            starts: as `runtime.environment.starts` returns them.
-            told: other values of the mark "launch" (`goodput`).
-        """
+    def begin_session(self, **launch: Any) -> None:
+        """Begin to mark what happens and where the time goes. `launch`: values of that mark (`goodput`)."""
         if self.run_dir is None:
             return
         path = self.run_dir / SESSIONS
@@ -105,7 +92,7 @@ class Reporter:
         self.marks = goodput.read(text)
         if not goodput.has_ended(self.marks):
             self.mark("lost", time=seen, step=self._last_step)
-        self.mark("launch", starts=starts, **told)
+        self.mark("launch", **launch)
 
     def mark(self, kind: str, **values: Any) -> None:
         """Mark what the session begins or ends; `goodput` lists the kinds and their values."""
@@ -126,22 +113,19 @@ class Reporter:
         return bool(self._unwritten)
 
     def catch_up(self) -> None:
-        """Write what could not be written before.
-
-        Raises:
-            UserError: where it still cannot be written.
-        """
-        for path, content in list(self._unwritten.items()):
+        """Write what could not be written before. UserError where it still cannot."""
+        for path in list(self._unwritten):
             with _writing(path):
-                append(path, content)
-            del self._unwritten[path]
-            self._tell_caught_up(path)
+                self._write(path, has_waited=True)
 
     @contextlib.contextmanager
     def progress(self, first_step: int, course: Course) -> Iterator[None]:
         """Show the steps in the block on a terminal, where a person watches."""
-        self._view = View(course, first_step, terminal.console(sys.stdout) if self._is_drawn else None)
-        with self._view.shown():
+        if not self._is_drawn:
+            yield
+            return
+        self._view = View(course, first_step, terminal.console(sys.stdout))
+        with self._view.live:
             yield
         self._view = None
 
@@ -165,11 +149,10 @@ class Reporter:
     def evaluation(
         self, step: int, epoch: float, found: Mapping[str, float], part: str = "test", at_step: int | None = None
     ) -> None:
-        """Report an evaluation of the weights after a step.
+        """Report an evaluation of the weights after a step, on a part of the data set ("test" or "validation").
 
         Args:
             found: accuracy, loss, and number of examples.
-            part: of the data set: "test" or "validation".
             at_step: the training step at which the result arrived, where other ranks evaluate beside training.
         """
         if self.run_dir is None:
@@ -215,18 +198,14 @@ class Reporter:
             case "eval" | "validation" as kind:
                 self.evaluated["test" if kind == "eval" else kind].add(event["step"])
 
-    def _tell_caught_up(self, path: Path) -> None:
-        self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
-
     def _event(self, event: dict[str, Any]) -> None:
         """Write an event to metrics.jsonl, and show it."""
         if self.run_dir is None:
             return
         self._remember(event)
         self.append_line("metrics.jsonl", event)
-        if self._view and self._is_drawn:
-            for shown in as_events([json.dumps(event)])[0]:
-                self._view.add(shown)
+        if self._view:
+            self._view.add(event)
 
     def append_line(self, name: str, values: dict[str, Any]) -> None:
         """Add a line to a file of the run."""
@@ -238,10 +217,13 @@ class Reporter:
         has_waited = path in self._unwritten
         self._unwritten[path] = self._unwritten.get(path, b"") + content
         with contextlib.suppress(OSError):
-            append(path, self._unwritten[path])
-            del self._unwritten[path]
-            if has_waited:
-                self._tell_caught_up(path)
+            self._write(path, has_waited)
+
+    def _write(self, path: Path, has_waited: bool) -> None:
+        append(path, self._unwritten[path])
+        del self._unwritten[path]
+        if has_waited:
+            self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
 
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error; with `step`, the last finished one, also record it."""
@@ -267,16 +249,10 @@ class Reporter:
 
 
 def _keep_events_up_to(path: Path, step: int, see: Callable[[dict[str, Any]], None]) -> tuple[int, int]:
-    """Remove the lines of later steps from a file, which is made where there is none.
+    """Remove the lines of later steps from a file, which is made where there is none; `see` gets each event that stays.
 
-    It reads line by line: the examples of a long run would take much memory.
-
-    Args:
-        see: called with each event that stays.
-
-    Returns:
-        The last step of all events, and the number of damaged lines, which are removed. An incomplete last line, of a
-        killed run, is removed and not counted.
+    It reads line by line: the examples of a long run would take much memory. Returns the last step of all events, and
+    the number of damaged lines, which are removed, as is the incomplete last line of a killed run.
     """
     last = damaged = 0
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.environment import prepare_tensorflow
@@ -43,11 +43,14 @@ def quiet_start() -> Iterator[None]:
     """
     refuse_legacy_keras(os.environ)
     prepare_tensorflow(os.environ)
-    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
-        with _without_collection():
-            _import_keras()
-            yield
-        return
+    shows_all = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0"
+    with nullcontext() if shows_all else _filtered(), _without_collection():
+        _import_keras()
+        yield
+
+
+@contextmanager
+def _filtered() -> Iterator[None]:
     sys.stderr.flush()
     true_stderr = os.dup(2)
     # In its own session, so that Ctrl-C does not end it before this process, whose last lines it prints.
@@ -56,9 +59,7 @@ def quiet_start() -> Iterator[None]:
         assert line_filter.stdin
         os.dup2(line_filter.stdin.fileno(), 2)
         try:
-            with _without_collection():
-                _import_keras()
-                yield
+            yield
         finally:
             sys.stderr.flush()
             os.dup2(true_stderr, 2)

@@ -60,13 +60,13 @@ class Ranks(_Part):
 
     event: Literal["ranks"]
     step: Count
-    hosts: list[str] = []  # empty in files of older versions
-    compute_seconds: list[Seconds] = Field(min_length=1)
+    hosts: list[str] = Field(min_length=1)
+    compute_seconds: list[Seconds]
     wait_seconds: list[Seconds]
 
     @model_validator(mode="after")
     def _each_rank_has_a_value(self) -> Ranks:
-        if {len(self.wait_seconds), len(self.hosts) or len(self.wait_seconds)} != {len(self.compute_seconds)}:
+        if not len(self.hosts) == len(self.compute_seconds) == len(self.wait_seconds):
             raise ValueError("one value a rank")
         return self
 
@@ -121,7 +121,7 @@ class Mistake(_Part):
 class Confusion(_Part):
     """What confusion.json says."""
 
-    dataset: str = ""  # files of older versions lack it
+    dataset: str
     step: Count
     split: str
     class_names: list[str] = Field(min_length=1)
@@ -142,7 +142,7 @@ class RunFiles:
     """A run, read at one moment.
 
     settings: all of config.json; config: the part of it that readers use.
-    events: of metrics.jsonl, in their order; damaged: number of its lines that are none.
+    events, damaged: of metrics.jsonl, in their order; number of its lines that are none.
     marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
     summary: None until the run is complete. confusion: None before the first evaluation.
     """
@@ -167,12 +167,10 @@ P = TypeVar("P", bound=_Part)
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Read all files of a run.
-
-    Raises:
-        UserError: where there is no run, or a file of it is damaged.
-    """
-    settings, config = read_config(run_dir)
+    """Read all files of a run. UserError where there is no run, or a file of it is damaged."""
+    config = _read(Config, run_dir / "config.json", "give the folder of another run")
+    if config is None:
+        raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     events, damaged = as_events(_lines(run_dir / "metrics.jsonl"))
     marks = goodput.read("\n".join(_lines(run_dir / goodput.SESSIONS)))
     step, seen = max((event.step for event in events), default=0), last_sign(run_dir)
@@ -181,21 +179,9 @@ def read_run(run_dir: Path) -> RunFiles:
         marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})
     summary = _read(Summary, run_dir / "summary.json", "train the run to its end again, or remove the file")
     confusion = _read(Confusion, run_dir / "confusion.json", "remove it; an evaluation writes it again")
-    return RunFiles(run_dir, settings, config, events, damaged, marks, standing, summary, confusion)
-
-
-def read_config(run_dir: Path) -> tuple[dict[str, Any], Config]:
-    """What a run's config.json holds: all of it, and the part that readers use.
-
-    Raises:
-        UserError: where there is no run, or the file is damaged.
-    """
-    path = run_dir / "config.json"
-    if not os.path.exists(path):  # unlike Path.exists, False where a folder may not be read
-        raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
-    found = _read(Config, path, "give the folder of another run")
-    assert found, "it exists"
-    return read_json(path), found
+    return RunFiles(
+        run_dir, read_json(run_dir / "config.json"), config, events, damaged, marks, standing, summary, confusion
+    )
 
 
 def _read(kind: type[P], path: Path, remedy: str) -> P | None:
@@ -241,13 +227,8 @@ def _lines(path: Path) -> list[str]:
 
 def last_sign(run_dir: Path) -> float:
     """Unix time at which the run wrote last, or showed that it lives (`Reporter.beat`)."""
-    signs = [0.0]
-    for name in ("config.json", "metrics.jsonl", goodput.SESSIONS):
-        try:
-            signs.append((run_dir / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(signs)
+    paths = [run_dir / name for name in ("config.json", "metrics.jsonl", goodput.SESSIONS)]
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def lives(run_dir: Path, config: Config) -> bool | None:

@@ -31,7 +31,6 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
     found: list[Happening] = []
     ranks, is_first = 0, True
     launch: Mark = {}
-    starts: list[float] = []
     before_launch: Mark = {}  # the end of the last session
 
     def add(kind: Kind, mark: Mark, text: str) -> None:
@@ -40,15 +39,14 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
     for mark in marks:
         kind, step = mark["mark"], mark.get("step")
         if kind == "launch":
-            before, starts, launch = starts, list(mark.get("starts") or []), mark
-            is_same_job = bool(before) and starts[: len(before)] == before
-            new = starts[len(before) :: 2] if is_same_job else starts[1::2]  # when the launcher noticed ends
-            ends = _ends(mark, len(new))
+            is_same_job = launch.get("began") == mark["began"]
+            ends = _ends(mark, mark.get("restarts", 0) - (launch.get("restarts", 0) if is_same_job else 0))
+            launch = mark
             of_session = ends.pop(0) if is_same_job and ends else ""
             if before_launch.get("mark") == "lost":
                 add("failure", before_launch, f"the run is cut off after step {before_launch.get('step')}{of_session}")
-            for noticed, why in zip(new[is_same_job:], ends, strict=True):
-                add("failure", {"time": noticed}, f"a start fails{why}")
+            for why in ends:
+                add("failure", {"time": mark["time"]}, f"a start fails{why}")
         elif kind == "start":
             now = _ranks(launch)
             if is_first and not step:
@@ -99,7 +97,7 @@ def _ends(launch: Mark, count: int) -> list[str]:
     """Why the last `count` starts before this launch ended, as the end of a sentence; "": not known."""
     found = launch.get("ends")
     texts = [f": {text}" for text in found] if isinstance(found, list) else []
-    return ([""] * count + texts)[-count:] if count else []
+    return ([""] * count + texts)[-count:] if count > 0 else []
 
 
 @dataclass(frozen=True)

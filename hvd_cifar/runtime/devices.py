@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,6 @@ from hvd_cifar.errors import UserError
 
 # Files of a control group's folder that state its CPU limit: one of version 2, and two of version 1.
 QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
-# Its files with the memory limit and the memory in use, of versions 2 and 1.
-MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 # Beginnings of its names for vector instructions, on x86 and ARM.
@@ -23,14 +20,10 @@ VECTOR_FLAGS = ("avx", "amx", "fma", "asimd", "sve", "sme", "bf16")
 
 
 def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
-    """The index of this rank's GPU among the GPUs that its process sees.
+    """The index of this rank's GPU among the GPUs that its process sees; None where no rank of this host sees one.
 
     Args:
         views: for each local rank, the names (UUIDs) of the GPUs that its process sees, in CUDA's order.
-        local_rank: of this process.
-
-    Returns:
-        None where no rank of this host sees a GPU: the rank computes on the CPU.
 
     Raises:
         UserError: where there are more local ranks than GPUs, or only some ranks see one.
@@ -96,7 +89,6 @@ def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: fl
     Args:
         masks: for each local rank, the CPUs that its process may run on: disjoint where the launcher binds ranks,
             else all the same.
-        local_rank: of this process.
         quota: the container's limit in cores for all processes together; None: no limit.
     """
     mine = masks[local_rank]
@@ -114,55 +106,35 @@ def usable_cores(cores: int, quota: float | None) -> int:
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The limit in cores of this process's control group and those around it; None: no limit."""
-    groups = ([_read(folder / name) for name in QUOTA_FILES] for folder in group_folders("cpu", root))
-    return min((quota for quota in map(quota_of, groups) if quota is not None), default=None)
+    quotas = []
+    for folder in group_folders(root):
+        version_2, quota, period = (_read(folder / name).split() for name in QUOTA_FILES)
+        words = version_2 or quota + period
+        if len(words) == 2 and all(word.isdecimal() for word in words):  # else "max", or -1 in version 1
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
 
 
-def available_memory(*, swap: bool, root: Path = Path("/")) -> int:
-    """Bytes that processes of this host, container or control group can still allocate.
-
-    `swap`: whether the host's free swap counts, also in a control group, which may allow less of it.
+def available_memory(*, swap: bool) -> int:
+    """Bytes that processes of this host can still allocate, with its free swap or without; a container's limit is not
+    known.
     """
-    available = psutil.virtual_memory().available
-    for folder, names in itertools.product(group_folders("memory", root), MEMORY_FILES):
-        limit, used = (_read(folder / name).strip() for name in names)
-        if limit.isdecimal() and used.isdecimal():
-            known = _read(folder / "memory.stat")
-            # Files that are kept in memory count as used, and give way to programs. Version 1 counts the files of
-            # groups within this one in totals alone.
-            totals = "total_" if "total_active_file" in known else ""
-            files = re.findall(rf"^(?:{totals}(?:in)?active_file|slab_reclaimable) (\d+)$", known, re.MULTILINE)
-            available = min(available, max(0, int(limit) - int(used) + sum(map(int, files))))
-    return available + (psutil.swap_memory().free if swap else 0)
+    return psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
 
 
-def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control group and those around it, of versions 1 and 2; some may be missing.
+def group_folders(root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's CPU control group and those around it, of versions 1 and 2; some may be missing.
 
     A container sees its own group as the outermost. systemd and Slurm limit groups further in.
-
-    Args:
-        controller: of version 1, such as cpu.
-        root: of the file system.
     """
     base = root / "sys" / "fs" / "cgroup"
-    folders = [base, base / controller]
+    folders = [base, base / "cpu"]
     for line in _read(root / "proc" / "self" / "cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
-        if not controllers or controller in controllers.split(","):
+        if not controllers or "cpu" in controllers.split(","):
             inner = PurePosixPath(path.lstrip("/"))
-            outermost = base / controller if controllers else base
-            folders += [outermost / part for part in (inner, *inner.parents)]
+            folders += [folders[bool(controllers)] / part for part in (inner, *inner.parents)]
     return list(dict.fromkeys(folders))
-
-
-def quota_of(texts: Sequence[str]) -> float | None:
-    """The limit in cores, from the texts of QUOTA_FILES ("" for a missing file); None: no limit."""
-    version_2, quota, period = texts
-    words = version_2.split() or [quota.strip(), period.strip()]
-    if not all(word.isdecimal() for word in words):  # "max", or -1 in version 1
-        return None
-    return int(words[0]) / int(words[1])
 
 
 def multiplies_bfloat16(cpuinfo: Path) -> bool:

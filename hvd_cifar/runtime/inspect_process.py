@@ -1,12 +1,8 @@
-"""What Linux tells of this host's processes: which are ranks of a job, and whether one is stopped or computes."""
+"""What Linux tells of this host's processes: whether one is stopped, and which ranks have ended too early."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-import time
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -15,13 +11,6 @@ from hvd_cifar.runtime.channel import GONE
 from hvd_cifar.runtime.environment import launched_rank
 
 STOPPED = "its process is stopped (SIGSTOP or a debugger)"
-# A launcher's variables with the job's number.
-JOB_VARIABLES = (
-    "PMIX_NAMESPACE",
-    "OMPI_MCA_ess_base_jobid",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-)
 
 
 def state_of(pid: int) -> str:
@@ -33,42 +22,6 @@ def state_of(pid: int) -> str:
     if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return STOPPED
     return GONE if state == psutil.STATUS_ZOMBIE else f"its Python does not run; state of its process: {state}"
-
-
-def ranks_here(environ: Mapping[str, str] = os.environ) -> dict[int, list[int]]:
-    """The processes of each of this job's ranks on this host: those with the same variables of the launcher."""
-    own = {name: environ[name] for name in JOB_VARIABLES if name in environ}
-    found: dict[int, list[int]] = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            theirs = process.environ()
-            rank = launched_rank(theirs)
-            if own and rank is not None and all(theirs.get(name) == value for name, value in own.items()):
-                found.setdefault(rank, []).append(process.pid)
-    return found
-
-
-def computes(pid: int, left_out: Collection[int] = (), samples: int = 10, seconds: float = 0.05) -> bool:
-    """Whether any thread of a process is runnable in at least half of the samples, or it uses a disk.
-
-    This thread is left out. Disks of other hosts count; pipes, sockets and shared memory do not.
-    """
-    skipped, runs = {*left_out, threading.get_native_id()}, 0
-    with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        before = process.io_counters()
-        for _ in range(samples):
-            runs += any(_is_runnable(pid, thread.id) for thread in process.threads() if thread.id not in skipped)
-            time.sleep(seconds)
-        after = process.io_counters()
-        return runs >= samples / 2 or (after.read_bytes, after.write_bytes) != (before.read_bytes, before.write_bytes)
-    return False
-
-
-def _is_runnable(pid: int, thread: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
-    return False
 
 
 def is_stopped(pid: int) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
+from hvd_cifar.distributed import collectives
 from hvd_cifar.kernels import compiled
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.stalls import PATIENCE
@@ -27,7 +25,7 @@ class RankFacts:
     """A rank, as all ranks know it.
 
     Attributes:
-        host, local_rank, local_size: its place; cloned hosts may share a name.
+        host, local_rank: its place; cloned hosts may share a name.
         device: TensorFlow's name of the one device that it sees.
         threads: of TensorFlow's pool; 0 on a GPU.
         processor: the name of its GPU or CPU.
@@ -40,7 +38,6 @@ class RankFacts:
 
     host: str
     local_rank: int
-    local_size: int
     device: str
     threads: int
     processor: str
@@ -69,19 +66,15 @@ def facts_of(host: str, device: str, threads: int, peer: Peer) -> RankFacts:
         kind, kernels = platform.machine(), compiled.about()
         is_fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
     precision: Precision = "mixed_bfloat16" if is_fast else "float32"
-    place = (host, hvd.local_rank(), hvd.local_size())
-    return RankFacts(*place, device, threads, processor, rounding, kind, kernels, precision, peer)
+    return RankFacts(host, hvd.local_rank(), device, threads, processor, rounding, kind, kernels, precision, peer)
 
 
 def gather(host: str, device: str, threads: int, watch: Watch) -> tuple[RankFacts, ...]:
     """The facts of all ranks, by rank. After it their watchdogs know each other. A collective, of one message."""
     peer = watch.listen(hvd.rank(), hvd.size() == hvd.local_size())
-    mine = np.frombuffer(pickle.dumps(facts_of(host, device, threads, peer)), np.uint8)
-    with tf.device("/CPU:0"):
-        stream = io.BytesIO(hvd.allgather(tf.constant(mine), name="facts_of_ranks").numpy().tobytes())
-    found: list[RankFacts] = [pickle.load(stream) for _ in range(hvd.size())]  # each pickle says where it ends
+    found: list[RankFacts] = collectives.all_gather_object(facts_of(host, device, threads, peer))
     reaches = watch.join([facts.peer for facts in found])
-    if watch.is_on and not hvd.allreduce(tf.constant(float(reaches)), op=hvd.Min, name="watchdogs_reach").numpy():
+    if watch.is_on and not all(collectives.all_gather_object(reaches)):
         watch.is_alone = True
         if hvd.rank() == 0:
             complain(
@@ -91,38 +84,18 @@ def gather(host: str, device: str, threads: int, watch: Watch) -> tuple[RankFact
     return tuple(found)
 
 
-def hosts_of(ranks: Sequence[RankFacts]) -> list[int]:
-    """For each rank, the rank that acts for its host: the one whose local rank is 0.
+def differences(found: Iterable[tuple[str, str]]) -> str:
+    """Which hosts (or ranks) have which value, in words, such as "x on a, b; y on c"; empty where all have the same.
 
-    Hosts may share a name. Launchers fill such hosts one after the other, or round-robin. In both cases a rank belongs
-    to the first of them that lacks its local rank.
+    Args:
+        found: host and value, in the order of ranks.
     """
-    found: list[int] = []
-    for rank, facts in enumerate(ranks):
-        if facts.local_rank == 0:
-            found.append(rank)
-            continue
-        place = (facts.host, 0, facts.local_size)
-        alike = [s for s in dict.fromkeys(found) if (ranks[s].host, ranks[s].local_rank, ranks[s].local_size) == place]
-        found.append(next(s for s in alike if found.count(s) == facts.local_rank))
-    return found
-
-
-def host_names(ranks: Sequence[RankFacts]) -> list[str]:
-    """The name of each rank's host, by rank; where hosts share one, with the rank that acts for the host."""
-    firsts = hosts_of(ranks)
-    names = [ranks[first].host for first in dict.fromkeys(firsts)]
-    return [ranks[s].host + f" (rank {s})" * (names.count(ranks[s].host) > 1) for s in firsts]
-
-
-def differences(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
-    """Which hosts have which value, in words, such as "x on a, b; y on c"; empty where all ranks have the same."""
     by_value: dict[str, dict[str, None]] = {}
-    for host, facts in zip(host_names(ranks), ranks, strict=True):
-        by_value.setdefault(value(facts), {})[host] = None
+    for host, value in found:
+        by_value.setdefault(value, {})[host] = None
     if len(by_value) == 1:
         return ""
-    return "; ".join(f"{found} on {_listed(list(hosts))}" for found, hosts in by_value.items())
+    return "; ".join(f"{value} on {_listed(list(hosts))}" for value, hosts in by_value.items())
 
 
 def _listed(hosts: Sequence[str], most: int = 4) -> str:
@@ -133,4 +106,4 @@ def unlike_hardware(ranks: Sequence[RankFacts]) -> str:
     """Which hosts have which hardware, in words; empty where all ranks round alike."""
     if len({(facts.hardware, facts.rounding, facts.kind) for facts in ranks}) == 1:
         return ""
-    return differences(ranks, lambda facts: facts.hardware) or "processors of the same name differ"
+    return differences((facts.host, facts.hardware) for facts in ranks) or "processors of the same name differ"

@@ -30,11 +30,7 @@ def folder_of(job: str) -> Path:
 
 
 def own_folder(job: str) -> Path:
-    """The same, made where it is missing.
-
-    Raises:
-        UserError: where another user has made it, or it cannot be made.
-    """
+    """The same, made where it is missing. UserError where another user has made it, or it cannot be made."""
     path = folder_of(job)
     for folder in (path.parent, path):
         try:
@@ -55,11 +51,8 @@ class TwoSlots:
     def __init__(self, path: Path, layout: bytes, size: int) -> None:
         """Open or make the file. One of another layout, such as of other variables, is replaced.
 
-        Args:
-            layout: 32 bytes that identify the meaning of the bytes, such as a digest of the variables' shapes.
-
-        Raises:
-            UserError: where shared memory has no room for it.
+        `layout`: 32 bytes that identify the meaning of the bytes, such as a digest of the variables' shapes. UserError
+        where shared memory has no room for the file.
         """
         whole = HEAD_BYTES + 2 * size
         self._size = size

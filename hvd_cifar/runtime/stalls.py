@@ -12,7 +12,7 @@ from dataclasses import dataclass
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
 FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
-PATIENCE = 5.0  # time-outs after which a rank that still computes, or uses a disk, is lost
+PATIENCE = 5.0  # time-outs after which a rank that cannot ask the others ends the run
 
 
 @dataclass(frozen=True)
@@ -20,23 +20,19 @@ class Status:
     """What a rank reports about itself.
 
     Attributes:
-        rank, host, pid: which process.
         step: the step that it makes; phase: what it does; position: phases it has begun, the same on all ranks that
             are at the same place.
         idle: seconds since it began the phase, or gave a sign of life in it.
         waits: whether it waits for other ranks, in a collective.
-        computes: whether any of its threads runs, apart from those that communicate, or it uses a disk.
     """
 
     rank: int
     host: str
-    pid: int
     step: int
     phase: str
     position: int
     idle: float
     waits: bool
-    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,20 +58,8 @@ def lost_ranks(text: str) -> list[Lost]:
     return list({lost.rank: lost for lost in found}.values())
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why the ranks wait: for `lost` ranks, or for ranks that are `slow` but alive. Both empty: no rank is named.
-
-    `ends`: the run cannot go on, even where no rank is named.
-    """
-
-    lost: Sequence[Lost] = ()
-    slow: Sequence[Status] = ()
-    ends: bool = False
-
-
-def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], limit: float) -> Verdict:
-    """Decide who holds up the others.
+def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], limit: float) -> list[Lost] | None:
+    """The ranks that hold up the others; empty where the run cannot go on, but no rank is to blame; None: wait.
 
     Args:
         statuses: of the ranks that answer, at least one.
@@ -84,20 +68,15 @@ def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], lim
     """
     behind = min(statuses, key=lambda s: s.position)
     if absent:
-        return Verdict(
-            [Lost(r, h, behind.step, behind.phase, why) for r, (h, why) in sorted(absent.items())], ends=True
-        )
+        return [Lost(r, h, behind.step, behind.phase, why) for r, (h, why) in sorted(absent.items())]
     here = [s for s in statuses if s.position == behind.position]
     # Ranks that are further wait for these. Of these, ranks inside a collective wait for the rest.
     working = [s for s in here if not s.waits]
     suspects = working or (here if len(here) < len(statuses) else [])
-    if not suspects:
-        # All wait in the same place: for the network, or for different collectives.
-        return Verdict(ends=min(s.idle for s in statuses) >= SLACK * limit)
-    is_late = min(s.idle for s in suspects) >= SLACK * limit
-    if not is_late or any(s.computes and s.idle < PATIENCE * limit for s in suspects):
-        return Verdict(slow=suspects if len(suspects) < len(statuses) else [])
-    reason = "it waits for other ranks elsewhere" if suspects is here else "the other ranks wait for it"
-    if len(statuses) == 1:
+    # Without one all wait in the same place: for the network, or for different collectives.
+    if min(s.idle for s in suspects or statuses) < SLACK * limit:
+        return None
+    reason = "the other ranks wait for it" if working else "it waits for other ranks elsewhere"
+    if len(suspects) == len(statuses):
         reason = "no progress"
-    return Verdict([Lost(s.rank, s.host, s.step, s.phase, reason) for s in suspects], ends=True)
+    return [Lost(s.rank, s.host, s.step, s.phase, reason) for s in suspects]

@@ -11,15 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Open MPI 4.1, coll_tuned_allreduce.c. A message with fewer values than ranks always takes recursive doubling.
-ALGORITHMS = {
-    "1": "linear",
-    "2": "reduce and broadcast",
-    "3": "recursive doubling",
-    "4": "ring",
-    "5": "segmented ring",
-    "6": "Rabenseifner",
-}
 # The settings for a ring: -mca parameters of mpirun, and a variable for NCCL. Gloo's all-reduce is always a ring.
 RING_PARAMETERS = {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_algorithm": "4"}
 RING_VARIABLES = {"NCCL_ALGO": "Ring"}
@@ -43,9 +34,8 @@ def algorithm(
     # Between hosts Horovod itself sends the ring's messages; see its patch.
     if controller == "gloo" or (hosts > 1 and environ.get("HOROVOD_SHARES_CORE") == "1"):
         return "ring in two levels" if two_levels else "ring"
-    chosen = environ.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "0")
-    dynamic = environ.get("OMPI_MCA_coll_tuned_use_dynamic_rules", "0").lower() in ("1", "true", "yes", "enabled")
-    return ALGORITHMS.get(chosen, "MPI's choice") if dynamic else "MPI's choice"
+    is_ring = all(environ.get(f"OMPI_MCA_{name}") == value for name, value in RING_PARAMETERS.items())
+    return "ring" if is_ring else "MPI's choice"
 
 
 def transport(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts: int) -> str:

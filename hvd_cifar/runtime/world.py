@@ -6,9 +6,10 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -95,6 +96,15 @@ def start(threads: int | None = None, deterministic: bool = False) -> World:
     return world
 
 
+class _Sight(NamedTuple):
+    """What a rank sees of its host: GPUs by name, GPUs that nvidia-smi lists and TensorFlow does not find, and CPUs."""
+
+    host: str
+    gpus: list[str]
+    unseen: int
+    cpus: frozenset[int]
+
+
 def _start(threads: int | None, deterministic: bool) -> World:
     environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
@@ -103,27 +113,29 @@ def _start(threads: int | None, deterministic: bool) -> World:
     _check_size()
     local_rank, local_size = hvd.local_rank(), hvd.local_size()
 
-    view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
-    if gpus and len(view) != len(gpus):
+    listed = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus or hvd.nccl_built() else []
+    unseen = len(listed) if listed and not gpus else 0
+    if len(listed) != len(gpus):
         # nvidia-smi fails or counts other GPUs: the scheduler's variable for this process identifies its GPUs.
-        view = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
-    mask = frozenset(os.sched_getaffinity(0))
-    views, masks = _look_around_the_host(view, mask)
+        listed = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
+    hosts, here = _look_around(_Sight(socket.gethostname(), listed, unseen, frozenset(os.sched_getaffinity(0))))
     # Ranks of another job on this host have GPUs and cores of their own.
     beside = environment.beside()
-    before = beside.before if beside and local_rank == hvd.rank() else 0
-    after = beside.after if beside and hvd.rank() - local_rank + local_size == hvd.size() else 0
-    views, masks = [view] * before + views + [view] * after, [mask] * before + masks + [mask] * after
+    before = beside.before if beside and here == 0 else 0
+    if beside:
+        hosts[0] = hosts[0][:1] * beside.before + hosts[0]
+        hosts[-1] = hosts[-1] + hosts[-1][:1] * beside.after
 
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    choice = _choose_together(views, before + local_rank, _listed_gpus() if hvd.nccl_built() and not gpus else 0)
+    choice = _choose(hosts)[here][before + local_rank]
     try:
         if choice is not None:
             tf.config.set_visible_devices(gpus[choice], "GPU")
             tf.config.experimental.set_memory_growth(gpus[choice], True)
             threads = 0
         else:
+            masks = [sight.cpus for sight in hosts[here]]
             threads = threads or devices.threads_per_rank(masks, before + local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
@@ -149,6 +161,49 @@ def _start(threads: int | None, deterministic: bool) -> World:
         elastic=environment.elastic_job(),
         beside=beside,
     )
+
+
+def _look_around(own: _Sight) -> tuple[list[list[_Sight]], int]:
+    """What the ranks of each host see, by host and local rank; and the number of this host.
+
+    Horovod's own operations cannot gather them: they initialise TensorFlow, which then keeps its devices and threads.
+    Under Gloo there is no other channel, so this rank's own view stands for all of this host: horovodrun starts all
+    ranks of a host in the same way.
+    """
+    if not hvd.mpi_enabled():
+        return [[own] * hvd.local_size()], 0
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # Horovod has started MPI, and Horovod ends it
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
+
+    ranks = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=hvd.rank())
+    first = ranks.bcast(hvd.rank())
+    ranks.Free()
+    hosts: dict[int, list[_Sight]] = {}
+    for at, sight in MPI.COMM_WORLD.allgather((first, own)):
+        hosts.setdefault(at, []).append(sight)
+    return list(hosts.values()), list(hosts).index(first)
+
+
+def _choose(hosts: Sequence[Sequence[_Sight]]) -> list[list[int | None]]:
+    """Each rank's GPU, by host and local rank. Where one gets none, every rank that knows of it raises its error."""
+    chosen = []
+    for ranks in hosts:
+        try:
+            chosen.append([devices.choose_gpu([s.gpus for s in ranks], local_rank) for local_rank in range(len(ranks))])
+            if unseen := max(sight.unseen for sight in ranks):
+                raise UserError(
+                    f"nvidia-smi lists {unseen} GPU{'s' * (unseen > 1)}, but TensorFlow finds none: see which library "
+                    "it cannot open (python -m hvd_cifar.runtime.check_build --gpu), or train on the CPU"
+                    " (CUDA_VISIBLE_DEVICES=)"
+                )
+        except UserError as failure:
+            error = UserError(f"{ranks[0].host}: {failure}")
+            error.of_one_rank = not hvd.mpi_enabled()
+            raise error from None
+    return chosen
 
 
 def _check_size() -> None:
@@ -205,62 +260,6 @@ def session(
         ) from failure
     if stopped is not None:
         raise stopped
-
-
-def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[list[str]], list[frozenset[int]]]:
-    """The GPUs and the CPUs that each rank of this host sees, by local rank.
-
-    Horovod's own operations cannot gather them: they initialise TensorFlow, which then keeps its devices and threads.
-    Under Gloo there is no other channel, so this rank's own view stands for all: horovodrun starts all ranks of a host
-    in the same way.
-    """
-    if not hvd.mpi_enabled():
-        return [view] * hvd.local_size(), [mask] * hvd.local_size()
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # Horovod has started MPI, and Horovod ends it
-    mpi4py.rc.finalize = False
-    from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
-
-    host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=hvd.rank())
-    seen = host.allgather((view, mask))
-    host.Free()
-    return [v for v, _ in seen], [m for _, m in seen]
-
-
-def _listed_gpus() -> int:
-    """The number of GPUs that nvidia-smi lists for this process."""
-    return len(devices.visible_gpus(devices.list_gpus(), os.environ))
-
-
-def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> int | None:
-    """This rank's GPU. Where a rank on any host gets none, every rank raises that error; over Gloo this rank alone.
-
-    Args:
-        unseen: GPUs that nvidia-smi lists for this rank where TensorFlow finds none; else 0.
-    """
-    choice, error = None, None
-    try:
-        choice = devices.choose_gpu(views, local_rank)
-        if unseen:
-            raise UserError(
-                f"nvidia-smi lists {unseen} GPU{'s' * (unseen > 1)}, but TensorFlow finds none: see which library it"
-                " cannot open (python -m hvd_cifar.runtime.check_build --gpu), or train on the CPU"
-                " (CUDA_VISIBLE_DEVICES=)"
-            )
-    except UserError as failure:
-        error = f"{socket.gethostname()}: {failure}"
-    errors = [error]
-    if hvd.mpi_enabled():
-        from mpi4py import MPI
-
-        errors = MPI.COMM_WORLD.allgather(error)
-    for text in errors:
-        if text is not None:
-            together = UserError(text)
-            together.of_one_rank = not hvd.mpi_enabled()
-            raise together
-    return choice
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
 from hvd_cifar.training.step import cross_entropy
@@ -88,6 +89,7 @@ def make_evaluator(
             if tally:
                 tally.add(chosen[world.rank + world.size * (seen + np.arange(len(label)))], label, losses, logits)
             seen += len(label)
+            Watch.sign_of_life()
         # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.
         own = [*totals, seen, *(tally.matrix.ravel() if tally else ())]
         entropy, right, plain_right, count, *matrix = collectives.all_reduce_sums(own)

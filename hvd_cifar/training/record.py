@@ -154,7 +154,7 @@ class Record:
             "git_commit": provenance.git_commit() if world.is_root else None,
             "versions": versions(),
             "net": self.net,
-            "job": environment.starts_of_job(),
+            "job": launch.began if (launch := environment.launch()) else None,
         }
 
 
@@ -171,7 +171,7 @@ def agree_on_kernels(world: World, settings: TrainSettings) -> str:
     Raises:
         UserError: under --virtual-shards, where hosts compute differently.
     """
-    named = differences(world.ranks, lambda rank: rank.kernels)
+    named = differences((rank.host, rank.kernels) for rank in world.ranks)
     if not named:
         return world.ranks[world.rank].kernels
     if settings.virtual_shards:

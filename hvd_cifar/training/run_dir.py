@@ -83,7 +83,7 @@ def _locked(path: Path) -> FileLock:
     try:
         lock.acquire(timeout=SECONDS_FOR_READERS)
     except Timeout:
-        if not environment.is_restart():
+        if not ((launch := environment.launch()) and launch.restarts):
             raise
         terminal.complain(f"hvd_cifar: waits for {path}, which the lost rank 0 may still hold")
         lock.acquire(timeout=SECONDS_FOR_A_LOST_HOST)

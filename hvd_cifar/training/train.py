@@ -201,15 +201,15 @@ class Trainer:
         for micro_batches in progress.watch.each("batch", batches):
             if progress.ends_early:
                 break
-            progress.watch.mark("step", run.step + 1)
+            # Forward, loss, backward, all-reduce and update: step.py. The step's number determines its image size.
+            size = run.work.sizes(run.step)
+            progress.watch.mark("step" if len(self.steps) == 1 else f"step at {size} pixels", run.step + 1)
             is_root = run.world.is_root
             saves = is_root and (run.reporter.is_behind or progress.save_is_due(run.settings.checkpoint_minutes))
             flags = progress.flags_to_send(requests.made, saves, is_root)
-            # Forward, loss, backward, all-reduce and update: step.py. The step's number determines its image size.
-            step = self.steps[run.work.sizes(run.step)]
             count = tf.constant(run.plan.examples_in_step(run.step))
             rate = run.schedule(run.step) * progress.rate_factor
-            progress.add(micro_batches, step(micro_batches, count, rate, tf.constant(flags, tf.float32)))
+            progress.add(micro_batches, self.steps[size](micro_batches, count, rate, tf.constant(flags, tf.float32)))
             run.tell("on_step")
             self._stop_where_asked()
 
@@ -228,7 +228,7 @@ class Trainer:
         """A context in which signals are requests to stop, and the run's files are open. An error closes them also."""
         run = self.run
         requests = StopRequests(run.settings.grace_seconds, run.world.is_root, lambda: str(run.progress.kept))
-        course = Course(run.plan.global_batch_size, run.total_steps, run.plan.steps_per_epoch, run.work.sizes)
+        course = Course(run.plan.global_batch_size, run.total_steps, run.plan.steps_per_epoch)
         with requests:
             collectives.on_root(self._open_files)
             try:
@@ -249,5 +249,5 @@ class Trainer:
         if run.step < run.total_steps:
             run.reporter.withdraw_summary()
         run.reporter.open(run.step)
-        told = {"ends": environment.ends(), "ranks": run.world.size, "elastic": run.world.elastic is not None}
-        run.reporter.begin_session(environment.starts(), **told)
+        told = {"ranks": run.world.size, "elastic": run.world.elastic is not None}
+        run.reporter.begin_session(**environment.launch_of_run()._asdict(), **told)

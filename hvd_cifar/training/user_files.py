@@ -122,7 +122,7 @@ def to_continue(settings: TrainSettings) -> Copies:
     if origin is None or not origin.exists():
         return {}
     then, copies = run_dir.recorded(origin)["run"], copies_of(origin.parent)
-    if then.get("job") and then["job"] == environment.starts_of_job():
+    if (launch := environment.launch()) and then.get("job") == launch.began:
         return copies
     for told in then.get("code", ()):
         file, text = copies[told["module"]]

@@ -106,10 +106,10 @@ def test_parse_refuses(argv: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "training", "hosts", "validators", "after"),
     [
-        (["-np", "4"], 3, (), (Host("localhost", 1),), "0:1"),
-        (["-np", "4", "-H", "a:2,b:4"], 3, (Host("a", 2), Host("b", 1)), (Host("b", 1),), "0:1"),
-        (["-np", "6", "-H", "a:2,b:4"], 5, (Host("a", 2), Host("b", 3)), (Host("b", 1),), "0:1"),
-        (["-np", "3", "-H", "a:2,b:1"], 2, (Host("a", 2),), (Host("b", 1),), "0:0"),
+        (["-np", "4"], 3, (), (Host("localhost", 1),), "[0, 1]"),
+        (["-np", "4", "-H", "a:2,b:4"], 3, (Host("a", 2), Host("b", 1)), (Host("b", 1),), "[0, 1]"),
+        (["-np", "6", "-H", "a:2,b:4"], 5, (Host("a", 2), Host("b", 3)), (Host("b", 1),), "[0, 1]"),
+        (["-np", "3", "-H", "a:2,b:1"], 2, (Host("a", 2),), (Host("b", 1),), "[0, 0]"),
     ],
 )
 def test_validation_ranks_have_the_last_slots(

@@ -111,10 +111,10 @@ def test_the_net_and_the_test_set_are_compared_also_where_no_file_has_changed(tm
 def test_all_starts_of_a_job_use_the_first_one_s_files(job: Job) -> None:
     whole, cut = job.folder / "whole", job.folder / "cut"
     assert job.train(4, run=whole)["code"] == 0
-    assert job.train(2, run=cut, HVD_CIFAR_STARTS="7.0")["code"] == 0
+    assert job.train(2, run=cut, HVD_CIFAR_LAUNCH="[7.0]")["code"] == 0
     job.edit("net.py", 'name="hidden"', 'name="other"')
     (job.folder / "data.py").unlink()
-    rank = job.train(4, run=cut, HVD_CIFAR_STARTS="7.0 8.0")
+    rank = job.train(4, run=cut, HVD_CIFAR_LAUNCH="[7.0, 1]")
     assert rank["code"] == 0 and not rank["errors"], rank
     assert runs.summary(cut)["weights_sha256"] == runs.summary(whole)["weights_sha256"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
-import psutil
 import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import world
 from hvd_cifar.runtime.devices import (
-    available_memory,
     choose_gpu,
     cpu_quota,
     multiplies_bfloat16,
@@ -61,7 +58,7 @@ def test_too_few_gpus_over_gloo_is_an_error_of_one_rank(monkeypatch: pytest.Monk
     """Over MPI all ranks know it, and rank 0 tells it."""
     monkeypatch.setattr("horovod.tensorflow.mpi_enabled", lambda: False)
     with pytest.raises(UserError, match="2 ranks on this host share 1 GPU") as raised:
-        world._choose_together([["GPU-0"]] * 2, 1, 0)
+        world._choose([[world._Sight("h", ["GPU-0"], 0, frozenset())] * 2])
     assert raised.value.of_one_rank
 
 
@@ -141,33 +138,6 @@ def _write_groups(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("files", "available"),
-    [
-        (
-            {"job/memory.max": "1000\n", "job/memory.current": "600\n"}
-            | {"job/memory.stat": "anon 300\nactive_file 50\ninactive_file 200\ninactive_anon 7\nslab_reclaimable 3\n"},
-            653,
-        ),
-        (
-            {"memory/old/memory.limit_in_bytes": "1000\n", "memory/old/memory.usage_in_bytes": "600\n"}
-            | {"memory/old/memory.stat": "active_file 9\ntotal_active_file 50\ntotal_inactive_file 200\n"},
-            650,
-        ),
-        ({"job/memory.max": "1000\n", "job/memory.current": "1200\n"}, 0),
-    ],
-)
-def test_memory_of_control_groups(
-    files: dict[str, str], available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outer = {"job/step/memory.max": "max\n", "job/step/memory.current": "9\n"}
-    outer |= {"memory.max": "5000\n", "memory.current": "1300\n"}
-    _write_groups(tmp_path, {**outer, **files})
-    monkeypatch.setattr(psutil, "swap_memory", lambda: mock.Mock(free=7))
-    assert available_memory(swap=False, root=tmp_path) == available
-    assert available_memory(swap=True, root=tmp_path) == available + 7
-
-
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
 def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
     assert usable_cores(mask, quota) == cores
@@ -206,10 +176,9 @@ def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:
     assert environment == {"SLURM_JOB_ID": "7", "OMPI_MCA_ess_singleton_isolated": "1"}
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so.40").touch()
-    of_pmi = {"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_STEP_ID": "0"}  # srun --mpi=pmi2 -n 1
-    prepare_mpi(of_pmi, on_cpu=False, prefix=tmp_path)
-    isolated = {"OMPI_MCA_ess_singleton_isolated": "1", "OPAL_PREFIX": str(tmp_path)}
-    assert of_pmi == {"PMI_RANK": "0", "PMI_SIZE": "1", **isolated}
+    alone: dict[str, str] = {}
+    prepare_mpi(alone, on_cpu=False, prefix=tmp_path)
+    assert alone == {"OMPI_MCA_ess_singleton_isolated": "1", "OPAL_PREFIX": str(tmp_path)}
     of_srun = {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}
     prepare_mpi(of_srun, on_cpu=False, prefix=tmp_path)
     assert of_srun == {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -95,7 +96,7 @@ def test_what_was_lost_is_read_from_what_the_launcher_said() -> None:
 
 def test_an_elastic_job_travels_in_a_variable() -> None:
     job = ElasticJob("name", 4, True)
-    assert elastic_job({"HVD_CIFAR_ELASTIC": str(job)}) == job
+    assert elastic_job({"HVD_CIFAR_ELASTIC": json.dumps(job)}) == job
     assert elastic_job({}) is None
 
 

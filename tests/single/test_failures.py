@@ -49,17 +49,8 @@ def test_the_loss_of_a_rank_is_told_with_its_cause(text: str, said: str) -> None
 @pytest.mark.parametrize(
     "failure",
     [
-        tf.errors.FailedPreconditionError(
-            None,
-            None,
-            EAGER + "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [3], but another rank sent a "
-            "tensor of shape [4]." + OP,
-        ),
-        tf.errors.FailedPreconditionError(
-            None,
-            None,
-            EAGER + "Mismatched data types: One rank had type float64, but another rank had type float32." + OP,
-        ),
+        tf.errors.FailedPreconditionError(None, None, EAGER + "Mismatched ALLREDUCE tensor shapes: One rank sent" + OP),
+        tf.errors.FailedPreconditionError(None, None, EAGER + "Mismatched data types: One rank had type" + OP),
         tf.errors.InvalidArgumentError(None, None, GRAPH + "\ncheck_numerics: Tensor had NaN values"),
         tf.errors.UnknownError(None, None, EAGER + "NCCL async error: unhandled cuda error" + OP),
         tf.errors.UnknownError(None, None, EAGER + "MPI_Allreduce failed, see MPI output for details." + OP),

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
-import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.context import RequestContext
-from tensorboard.data.server_ingester import NoDataServerError, SubprocessServerDataIngester, get_server_binary
-from tensorboard.util import grpc_util
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
@@ -83,23 +78,6 @@ def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd
     assert capfd.readouterr().err == f"hvd_cifar: warning: {path}: 1 damaged line removed\n"
 
 
-def test_lines_that_cannot_be_written_wait(tmp_path: Path) -> None:
-    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
-    reporter.open(0)
-    for step in (1, 2, 3, 4):
-        if step == 2:
-            (tmp_path / "metrics.jsonl").rename(tmp_path / "away")
-        reporter.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
-        assert reporter.is_behind == (step > 1)
-    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No such file"):
-        reporter.summary({})
-    assert not (tmp_path / "summary.json").exists()
-    (tmp_path / "away").rename(tmp_path / "metrics.jsonl")
-    reporter.catch_up()
-    assert not reporter.is_behind
-    assert [e["step"] for e in _events(tmp_path)] == [1, 2, 3, 4]
-
-
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,12 +89,13 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
     try:
         reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
-        with pytest.raises(UserError, match="File too large"):
-            reporter.catch_up()
+        with pytest.raises(UserError, match="cannot write .*: File too large"):
+            reporter.summary({})
         reporter.evaluation(2, 0.2, {"accuracy": 0.5, "loss": 1.0, "examples": 100})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind and "note" not in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
     reporter.catch_up()
     assert not reporter.is_behind and "nothing of it is lost" in capsys.readouterr().err
     reporter.train(3, 0.3, 1.0, 0.1, 100.0, 0.5)
@@ -132,28 +111,7 @@ def _by_events(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in accumulator.Tensors(tag)] for tag in accumulator.Tags()["tensors"]}
 
 
-def _by_data_server(folder: Path) -> dict[str, list[int]]:
-    """Steps by tag, as TensorBoard shows them by default: from its data server, which has rules of its own."""
-    try:
-        binary = get_server_binary()
-    except NoDataServerError as none:
-        pytest.skip(str(none))
-    server = SubprocessServerDataIngester(
-        binary, str(folder), reload_interval=0, channel_creds_type=grpc_util.ChannelCredsType.LOCAL
-    )
-    server.start()
-    provider, deadline = server.data_provider, time.monotonic() + 30
-    while not (runs := provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=99)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (by_tag,) = runs.values()
-    return {tag: [point.step for point in points] for tag, points in by_tag.items()}
-
-
-@pytest.mark.parametrize("shown", [_by_events, _by_data_server])
-def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
-    tmp_path: Path, shown: Callable[[Path], dict[str, list[int]]]
-) -> None:
+def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     killed = Reporter(tmp_path, watched=False, dataset="cifar10")
     killed.open(0)
     for step in (10, 20, 30):
@@ -162,13 +120,13 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
     # Never closed: what was written is on disk, and the last record is cut off.
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
-    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 30]
+    assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 30]
     _report(tmp_path, 20, [25, 30, 40])
-    found = shown(tmp_path / "tensorboard")
+    found = _by_events(tmp_path / "tensorboard")
     assert found["images_per_second"] == found["learning_rate"] == [10, 20, 25, 30, 40]
     assert "cifar10/test_loss" not in found  # of step 30, which has no evaluation now
     _report(tmp_path, 25, [30])
-    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
+    assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,17 +146,16 @@ def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd:
     reporter.open(0)
     with reporter.progress(0, COURSE):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-        reporter.ranks(10, hosts=["a", "b"], compute_seconds=[0.2, 0.1], wait_seconds=[0.0, 0.1])
     out = capfd.readouterr().out
     assert "step 10 of 40" in out and "\x1b[" in out
-    assert "step 10, loss = 2.2500" in out and "rank 1 on b" in out
+    assert "step 10, loss = 2.2500" in out
 
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], watched: bool) -> None:
     reporter = Reporter(tmp_path, watched, "cifar10", quiet=True)
     reporter.open(0)
-    reporter.begin_session([50.0], ranks=2, ends=["killed"])
+    reporter.begin_session(began=50.0, ranks=2, ends=["killed"])
     with reporter.progress(0, COURSE):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
         reporter.evaluation(10, 0.5, {"accuracy": 0.61, "loss": 1.5, "examples": 10_000})

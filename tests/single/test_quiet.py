@@ -28,7 +28,7 @@ import gc, os, sys
 from hvd_cifar.reporting.quiet import quiet_start
 with quiet_start():
     from hvd_cifar.training.train import assemble
-    from hvd_cifar.tools.benchmark import job, results
+    from hvd_cifar.tools.benchmark import results, step
     os.write(2, b"a library's warning\\n")
 os.write(2, b"later\\n")
 assert gc.isenabled() and gc.get_freeze_count() > 100_000

@@ -105,16 +105,16 @@ def test_a_large_confusion_matrix_is_told_by_its_pairs() -> None:
     many = 25
     matrix = [[5 if i == j else int(j == i + 1) * (i + 1) for j in range(many)] for i in range(many)]
     named = [f"c{i}" for i in range(many)]
-    found = content.classes(Confusion(step=1, split="test", class_names=named, matrix=matrix, mistakes=[]))
+    found = content.classes(Confusion(dataset="d", step=1, split="test", class_names=named, matrix=matrix, mistakes=[]))
     assert not found.cells and found.pairs[0] == ("c23", "c24", 24, 24 / 29)
-    few = Confusion(step=1, split="test", class_names=["a", "b"], matrix=[[0, 0], [1, 3]], mistakes=[])
+    few = Confusion(dataset="d", step=1, split="test", class_names=["a", "b"], matrix=[[0, 0], [1, 3]], mistakes=[])
     small = content.classes(few)
     assert [[part for _, part in row] for row in small.cells] == [[None, None], [25, 75]]
     assert small.accuracy == 0.75
 
 
 def test_time_between_two_launchers_is_none(tmp_path: Path) -> None:
-    again = [{**MARKS[0], "time": 2e9 + 1, "starts": [2e9]}, {**MARKS[4], "time": 2e9 + 80}]
+    again = [{**MARKS[0], "time": 2e9 + 1, "began": 2e9}, {**MARKS[4], "time": 2e9 + 80}]
     run_dir = write_run(tmp_path / "run", marks=[*MARKS, *again])
     assert content.results(read_run(run_dir))["seconds"] == 180
     assert ">minutes<" in written(run_dir)  # not the years between

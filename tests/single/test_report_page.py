@@ -44,15 +44,22 @@ def events(steps: int) -> list[dict[str, Any]]:
 
 def marks() -> list[dict[str, Any]]:
     """A run that loses ranks many times within a short time, and then goes on for long."""
-    starts, found, now = [1e9], [], 1e9
+    found: list[dict[str, Any]] = []
+    now = 1e9
     for restart in range(5):
         ends = ["rank 1 on node1 was ended by signal 9 (Killed); perhaps the machine ran out of memory"] * restart
         found.append(
-            {"mark": "launch", "time": now + 3, "starts": list(starts), "ranks": 1 + restart % 2, "ends": ends}
+            {
+                "mark": "launch",
+                "time": now + 3,
+                "began": 1e9,
+                "restarts": restart,
+                "ranks": 1 + restart % 2,
+                "ends": ends,
+            }
         )
         found.append({"mark": "start", "time": now + 5, "step": 100 * restart})
         found.append({"mark": "lost", "time": now + 20, "step": 100 * restart + 50})
-        starts += [now + 24, now + 25]
         now += 25
     found[-1] = {"mark": "evaluation", "time": now + 900, "began": now + 880, "step": 1000}
     return [*found, {"mark": "end", "time": now + 2000, "step": 1000, "how": "complete"}]

@@ -86,17 +86,17 @@ def test_a_restart_waits_for_the_lock_of_a_lost_rank_0(
     )
     holder = [sys.executable, "-c", text, str(tmp_path / ".lock")]
     monkeypatch.setattr(run_dir, "SECONDS_FOR_A_LOST_HOST", 60.0)
-    for seconds, starts in (("60", "1.0"), ("1", "1.0 2.0 3.0")):
-        monkeypatch.setenv("HVD_CIFAR_STARTS", starts)
+    for seconds, restarts in (("60", 0), ("1", 1)):
+        monkeypatch.setenv("HVD_CIFAR_LAUNCH", f"[1.0, {restarts}]")
         with subprocess.Popen([*holder, seconds], stdout=subprocess.PIPE) as process:
             assert process.stdout and process.stdout.readline()
-            if len(starts) == 3:
+            if not restarts:
                 with pytest.raises(UserError, match="another run is writing there"):
                     _claim(tmp_path)
             else:
                 assert _claim(tmp_path) is None
             process.kill()
-        assert ("which the lost rank 0 may still hold" in capfd.readouterr().err) == (len(starts) > 3)
+        assert ("which the lost rank 0 may still hold" in capfd.readouterr().err) == (restarts > 0)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])

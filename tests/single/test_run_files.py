@@ -24,7 +24,7 @@ from tests.run_dirs import CONFIG, CONFUSION, TRAIN_LINE
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "metrics.jsonl").write_text(TRAIN_LINE)
-    (tmp_path / "sessions.jsonl").write_text('{"mark": "launch", "time": 1, "starts": [0]}\n')
+    (tmp_path / "sessions.jsonl").write_text('{"mark": "launch", "time": 1, "began": 0}\n')
     return tmp_path
 
 
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_told_in_one_line(run_dir: Path, name: str, content: s
 
 
 def test_a_run_lives_while_its_folder_is_locked(run_dir: Path) -> None:
-    config = run_files.read_config(run_dir)[1]
+    config = read_run(run_dir).config
     assert run_files.lives(run_dir, config) is None  # nobody ever claimed it
     here = config.model_copy(update={"run": config.run.model_copy(update={"hosts": [socket.gethostname()]})})
     with FileLock(run_dir / ".lock"):
@@ -90,4 +90,4 @@ def test_a_run_lives_while_its_folder_is_locked(run_dir: Path) -> None:
 def test_on_a_disk_without_locks_it_is_not_known_whether_a_run_lives(run_dir: Path, monkeypatch: Any) -> None:
     (run_dir / ".lock").touch()
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    assert run_files.lives(run_dir, run_files.read_config(run_dir)[1]) is None
+    assert run_files.lives(run_dir, read_run(run_dir).config) is None

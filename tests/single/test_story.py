@@ -10,8 +10,8 @@ from hvd_cifar.reporting import story
 from hvd_cifar.reporting.goodput import Mark
 
 
-def launch(*starts: float, **told: Any) -> Mark:
-    return {"mark": "launch", "time": starts[-1] + 1, "starts": list(starts), **told}
+def launch(began: float, restarts: int = 0, **told: Any) -> Mark:
+    return {"mark": "launch", "time": began + 34 * restarts, "began": began, "restarts": restarts, **told}
 
 
 def mark(kind: str, time: float, step: int = 0, **told: Any) -> Mark:
@@ -30,19 +30,19 @@ CASES: dict[str, tuple[list[Mark], list[tuple[str, int, str]]]] = {
         + [("end", 30, "the run is complete after step 9")],
     ),
     "a lost rank, and the launcher's second start": (
-        [*KILLED, launch(0.0, 31.0, 33.0, ranks=2, ends=[SAID]), mark("start", 40, 5)],
+        [*KILLED, launch(0.0, 1, ranks=2, ends=[SAID]), mark("start", 40, 5)],
         [("start", 10, "the run starts on 2 ranks"), ("failure", 30, f"the run is cut off after step 7: {SAID}")]
         + [("resume", 40, "the run goes on after step 5 on 2 ranks")],
     ),
     "an error that the session told itself is told once": (
-        [*ENDED, launch(0.0, 31.0, 33.0, ranks=2, ends=["no room"]), mark("start", 40, 5)],
+        [*ENDED, launch(0.0, 1, ranks=2, ends=["no room"]), mark("start", 40, 5)],
         [("start", 10, "the run starts on 2 ranks"), ("failure", 30, "the run fails after step 7: no room")]
         + [("resume", 40, "the run goes on after step 5 on 2 ranks")],
     ),
     "killed, and resumed by hand; the launcher's first start of these failed": (
-        [*KILLED, launch(100.0, 110.0, 111.0, ends=["exit code 1"]), mark("start", 120, 5)],
+        [*KILLED, launch(100.0, 1, ends=["exit code 1"]), mark("start", 120, 5)],
         [("start", 10, "the run starts on 2 ranks"), ("failure", 30, "the run is cut off after step 7")]
-        + [("failure", 110, "a start fails: exit code 1"), ("resume", 120, "the run goes on after step 5")],
+        + [("failure", 134, "a start fails: exit code 1"), ("resume", 120, "the run goes on after step 5")],
     ),
     "a request to stop, and a rollback": (
         [*FIRST, mark("rollback", 22, 5), mark("end", 30, 8, how="stopped")],
@@ -75,7 +75,7 @@ STOPPED = [*FIRST, mark("end", 30, 8, how="stopped")]
         (COMPLETE, False, 0, "complete"),
         (STOPPED, False, 0, "stopped"),
         (ENDED, False, 0, "failed"),
-        ([*ENDED, launch(0.0, 31.0, 33.0)], True, 500, "running"),
+        ([*ENDED, launch(0.0, 1)], True, 500, "running"),
     ],
 )
 def test_how_a_run_stands(marks: list[Mark], is_alive: bool | None, after: float, word: str) -> None:

@@ -1,4 +1,4 @@
-"""When the ranks' times are gathered."""
+"""When the ranks' times are gathered, and which rank is slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hvd_cifar.training.step_times import StepTimes, Times
 def test_after_a_rollback_times_are_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """From step 950 to 0. A step takes 0.1 s, 0.09 of it computation."""
     clock: Any = SimpleNamespace(seconds=0.0, paused=contextlib.nullcontext)
-    watch = SimpleNamespace(address="a")
-    progress: Any = SimpleNamespace(clock=clock, check_losses=lambda: None, watch=watch)
+    progress: Any = SimpleNamespace(clock=clock, check_losses=lambda: None)
     steps = 0
 
     def take() -> Times:
@@ -62,5 +61,12 @@ def test_a_clock_that_is_set_back_gives_no_negative_times(monkeypatch: pytest.Mo
         times.on_sums([])
     found = times.take()
     assert found.steps == 1 and found.compute >= 0 and found.wait >= 0
-    seen = stragglers.Seen("h", "a", found, 0.1, {"b": 1.0})
-    assert stragglers.slow_ranks([seen]) == {}
+    assert stragglers.slow_ranks([stragglers.Seen("h", found, 0.1)]) == {}
+
+
+@pytest.mark.parametrize(("compute", "slow"), [([1, 2], [1]), ([1, 1.3], []), ([1, 1, 1], []), ([3, 1, 1, 4], [0, 3])])
+def test_slow_ranks(compute: list[float], slow: list[int]) -> None:
+    found = stragglers.slow_ranks(
+        [stragglers.Seen(f"n{rank}", Times(10, own, 1), 0.2) for rank, own in enumerate(compute)]
+    )
+    assert list(found) == slow and all(reason.startswith("compute: ") for reason in found.values())

@@ -17,7 +17,6 @@ OB1 = {"OMPI_MCA_pml": "ob1"}
         ("mpi", False, {}, 1, "MPI's choice"),
         ("mpi", False, RING, 1, "ring"),
         ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, 2, "MPI's choice"),
-        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}, 1, "recursive doubling"),
         ("gloo", False, {}, 1, "ring"),
         ("mpi", False, SHARED, 1, "MPI's choice"),
         ("mpi", False, SHARED, 2, "ring"),

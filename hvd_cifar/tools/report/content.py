@@ -122,7 +122,7 @@ def by_rank(run: RunFiles) -> tuple[list[OfRank], str]:
         np.average([getattr(every[i], name) for i in same], axis=0, weights=steps[same]).tolist()
         for name in ("compute_seconds", "wait_seconds")
     )
-    rows = [OfRank(*row) for row in zip(range(count), hosts or [""] * count, compute, wait, strict=True)]
+    rows = [OfRank(*row) for row in zip(range(count), hosts, compute, wait, strict=True)]
     rows.sort(key=lambda row: -row.compute)
     usual, where = statistics.median_low(compute), f" on {rows[0].host}" if rows[0].host else ""
     behind = f"{rows[0].compute / usual - 1:.1%} behind the median" if usual else "behind the median"
