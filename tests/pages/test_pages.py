@@ -68,7 +68,7 @@ BUDGETS = {
     "docs/migration.md": 140,
     "docs/cluster.md hostfiles/README.md": 150,
     "docs/gpu.md docs/horovod.md": 192,
-    "docs/report.md docs/tensorboard.md": 96,
+    "docs/report.md docs/tensorboard.md": 90,
     "docs/faq.md": 95,
     "docs/configuration.md": 203,
     "docs/environment.md": 45,
