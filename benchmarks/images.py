@@ -5,8 +5,9 @@
 FOLDER holds a folder of pictures for each class. Each library gets batches of float images of the size, cut at random
 from the pictures (`image_dataset_from_directory` has no random crops: it resizes), shuffled, without a training step.
 A turn of each follows one of the others; the first turn is a warm-up and does not count. With two ranks as many
-processes run at the same time, each on its share of the pictures, and their images/s are added. PyTorch is measured
-where `--torch` names a Python that has torchvision.
+processes run at the same time, each on its share of the pictures, and their images/s are added. Images for each second
+of a core's time do not depend on what else the machine does. PyTorch is measured where `--torch` names a Python that
+has torchvision.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def ours(given: argparse.Namespace) -> Iterator[Any]:
     from hvd_cifar.data.pipeline import training_batches
     from hvd_cifar.data.sampler import Sampler, Sharding
 
-    source = Folder(given.folder, given.folder.parent / "data", (given.size, given.size))
+    source = Folder(given.folder, (given.size, given.size))
     begin = time.monotonic()
-    dataset = source.read(source.prepare())
+    dataset = source.read(source.prepare(given.folder.parent / "data"))
     if time.monotonic() - begin > 3:
         print(f"cache made in {time.monotonic() - begin:.1f} s", file=sys.stderr)
     sampler = Sampler(len(dataset.train), BATCH * given.ranks, 0, Sharding(given.rank, given.ranks))
@@ -47,11 +48,13 @@ def of_keras(given: argparse.Namespace) -> Iterator[Any]:
     """`image_dataset_from_directory`, which decodes and resizes with as many threads as tf.data likes."""
     import tensorflow as tf
 
+    half = {"validation_split": 0.5, "subset": ("training", "validation")[given.rank]} if given.ranks == 2 else {}
     found = tf.keras.utils.image_dataset_from_directory(
-        given.folder, image_size=(given.size, given.size), batch_size=BATCH, crop_to_aspect_ratio=True, verbose=False
-    )
+        given.folder, image_size=(given.size, given.size), batch_size=BATCH, crop_to_aspect_ratio=True, seed=0,
+        verbose=False, **half,
+    )  # fmt: skip
     scaled = found.map(lambda image, label: (image / 127.5 - 1, label), tf.data.AUTOTUNE)
-    return iter(scaled.shard(given.ranks, given.rank).repeat().prefetch(tf.data.AUTOTUNE))
+    return iter(scaled.repeat().prefetch(tf.data.AUTOTUNE))
 
 
 def of_torch(given: argparse.Namespace) -> Iterator[Any]:
@@ -76,24 +79,33 @@ def of_torch(given: argparse.Namespace) -> Iterator[Any]:
 LIBRARIES: dict[str, Input] = {"hvd_cifar": ours, "Keras": of_keras, "PyTorch": of_torch}
 
 
+def core_seconds() -> float:
+    """The time that cores have worked for this process and its children."""
+    pids = ["self", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(user) + int(system) for *_, user, system in (field[:13] for field in fields)) / os.sysconf(
+        "SC_CLK_TCK"
+    )
+
+
 def serve(given: argparse.Namespace) -> None:
-    """One rank of one library: for each line on stdin it takes batches for some seconds, and prints images/s."""
+    """One rank of one library: for each line on stdin it takes batches for some seconds, and prints what it took."""
     batches = LIBRARIES[given.serve](given)
     next(batches)
     print("ready", flush=True)
     for line in sys.stdin:
-        begin, images = time.monotonic(), 0
+        begin, worked, images = time.monotonic(), core_seconds(), 0
         while (taken := time.monotonic() - begin) < float(line):
             images += len(next(batches)[1])
-        print(images / taken, flush=True)
+        print(images, taken, core_seconds() - worked, flush=True)
 
 
-def measure(given: argparse.Namespace) -> dict[str, list[float]]:
-    """Images/s of all ranks together, in each turn, by library."""
+def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Images/s of all ranks together, and images for each second of a core, in each turn, by library."""
     names = [name for name in LIBRARIES if name != "PyTorch" or given.torch]
     command = [__file__, str(given.folder), "--size", str(given.size), "--ranks", str(given.ranks)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     started = {}
     for name in names:  # one after the other: the first makes the cache
         started[name] = [
@@ -110,8 +122,9 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
         for name, processes in started.items():
             for process in processes:
                 print(given.seconds, file=process.stdin, flush=True)
-            rate = sum(float(process.stdout.readline()) for process in processes if process.stdout)
-            found[name] += [rate] * (turn > 0)
+            said = [tuple(map(float, process.stdout.readline().split())) for process in processes if process.stdout]
+            images, _, worked = (sum(part) for part in zip(*said, strict=True))
+            found[name] += [(sum(part[0] / part[1] for part in said), images / worked)] * (turn > 0)
             time.sleep(1)  # what it has begun ahead ends
     for process in (process for processes in started.values() for process in processes):
         process.kill()
@@ -120,10 +133,11 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print a table: medians, ranges, and the ratio to ours."""
+    """Print a table: images/s (median, range), images for each second of a core, and the ratio of ours to it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    for name, default in (("size", 224), ("ranks", 1), ("rank", 0), ("turns", 5), ("seconds", 4)):
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2))
+    for name, default in (("size", 224), ("rank", 0), ("turns", 5), ("seconds", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--torch", help="a Python that has torchvision")
     parser.add_argument("--serve", choices=LIBRARIES)
@@ -132,18 +146,21 @@ def main() -> None:
         serve(given)
         return
     found = measure(given)
-    middle = {name: statistics.median(rates) for name, rates in found.items()}
-    for name, rates in found.items():
-        values = (f"{value:,.0f}" for value in (middle[name], min(rates), max(rates)))
+    best = statistics.median(of_core for _, of_core in found["hvd_cifar"])
+    for name, turns in found.items():
+        rates, of_cores = zip(*turns, strict=True)
+        values = (f"{value:,.0f}" for value in (statistics.median(rates), min(rates), max(rates)))
+        of_core = statistics.median(of_cores)
         row = (
             given.size,
             given.ranks,
             name,
             "{} ({} to {})".format(*values),
-            f"{middle['hvd_cifar'] / middle[name]:.2f}",
+            f"{of_core:,.0f}",
+            f"{best / of_core:.2f}",
         )
         print("| " + " | ".join(map(str, row)) + " |")
-    print(json.dumps({"size": given.size, "ranks": given.ranks, "rates": found}), file=sys.stderr)
+    print(json.dumps({"size": given.size, "ranks": given.ranks, "turns": found}), file=sys.stderr)
 
 
 if __name__ == "__main__":

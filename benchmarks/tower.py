@@ -29,8 +29,8 @@ import tensorflow as tf
 from benchmarks import setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.pipeline import training_batches
-from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.data import sampler
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.pictures import with_margin
-from hvd_cifar.data.records import CROP_DRAWS
+from hvd_cifar.data.pictures import CROP_DRAWS, with_margin
 
 PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
 FAST_PAD = 2  # the same, for `fast`
@@ -46,7 +45,7 @@ class Transforms(NamedTuple):
         portable: the same as `test` by `keras.ops`, for `export`: symbolic tensors float32 [b, height, width, channels]
             of whole numbers -> [b, *shape]. None: nets that are trained with these transforms cannot be exported.
         crops: whether `train` gets a random part of each image where `--image-size` scales images of many sizes
-            (`records.crop_boxes`), not the middle.
+            (`pictures.crop_boxes`), not the middle.
     """
 
     shape: tuple[int, int, int]
@@ -120,11 +119,11 @@ def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.floa
 
 # Transforms work on planes uint8 [b, c, h, w], the order of CIFAR's files: their rows are quick to cut. Transposing
 # images into planes copies nothing.
-TO_PLANES = (0, 3, 1, 2)
+TO_PLANES, TO_IMAGES = (0, 3, 1, 2), (0, 2, 3, 1)
 
 
 def _crop(planes: Images, draw: Floats, flip: NDArray[np.bool_], size: tuple[int, int]) -> Images:
-    """Random crops of `size` (height, width) of planes uint8 [b, c, h, w], mirrored where flip, bool [b].
+    """Random crops uint8 [b, *size, c] of planes uint8 [b, c, h, w], mirrored where flip, bool [b].
 
     The first two columns of `draw` choose the row and the column of the crop.
     """
@@ -133,34 +132,42 @@ def _crop(planes: Images, draw: Floats, flip: NDArray[np.bool_], size: tuple[int
     windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, rows, columns, height, width], no copy
     cropped: Images = windows[np.arange(len(planes)), :, row, column]
     cropped[flip] = cropped[flip][..., ::-1]
-    return cropped
+    return cropped.transpose(TO_IMAGES)
 
 
-def _standardise_channels(planes: Images, dataset: Dataset) -> Floats:
-    """Planes uint8 [b, c, h, w] -> float32 [b, h, w, c], minus the channels' means, over their deviations.
+def _standardise_channels(images: Images, dataset: Dataset) -> Floats:
+    """Images uint8 [b, h, w, c] -> float32 of the same shape, minus the channels' means, over their deviations.
 
-    A channel at a time: NumPy's inner loops are then whole rows, not the few values of a pixel.
+    NumPy's inner loops are as long as the images' order in memory allows: whole rows, or a plane's rows.
     """
-    count, channels, height, width = planes.shape
-    images = np.empty((count, height, width, channels), np.float32)
+    count, height, width, channels = images.shape
+    mean = np.array(dataset.channel_mean, np.float32)
+    factor = np.float32(1.0) / np.array(dataset.channel_deviation, np.float32)
+    floats = np.empty(images.shape, np.float32)
+    if images.flags.c_contiguous:
+        rows = floats.reshape(count, height, width * channels)
+        np.subtract(images.reshape(rows.shape), np.tile(mean, width), out=rows)
+        np.multiply(rows, np.tile(factor, width), out=rows)
+        return floats
     centred = np.empty((count, height, width), np.float32)
-    for channel, (mean, deviation) in enumerate(zip(dataset.channel_mean, dataset.channel_deviation, strict=True)):
-        np.subtract(planes[:, channel], np.float32(mean), out=centred)
-        np.multiply(centred, np.float32(1.0) / np.float32(deviation), out=images[..., channel])
-    return images
+    for channel in range(channels):
+        np.subtract(images[..., channel], mean[channel], out=centred)
+        np.multiply(centred, factor[channel], out=floats[..., channel])
+    return floats
 
 
-def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = None) -> Floats:
-    """[b, c, h, w] -> [b, h, w, c] of zero mean and unit variance per image (tf.image.per_image_standardization).
+def _standardise_each(images: Images, contrast: NDArray[np.float32] | None = None) -> Floats:
+    """Images uint8 -> float32 of zero mean and unit variance per image (tf.image.per_image_standardization).
 
     `contrast` [b] first multiplies each pixel's distance from its channel's mean (tf.image.adjust_contrast). Both
     together are one multiplication and one addition for each image and channel.
     """
-    count, channels, height, width = planes.shape
+    count, height, width, channels = images.shape
     pixels = height * width
     # Minus 128: the squares of 32 x 32 pixels then add up to at most 2**24, which float32 holds without rounding.
     exact = np.float32 if pixels <= 2**10 else np.float64
-    values = (planes.reshape(count, channels, pixels) ^ np.uint8(128)).view(np.int8).astype(np.float32)
+    planes = images.transpose(TO_PLANES).reshape(count, channels, pixels)
+    values = (planes ^ np.uint8(128)).view(np.int8).astype(np.float32)
     mean = np.einsum("bci->bc", values, dtype=exact).astype(np.float64) / pixels
     variance = np.einsum("bci,bci->bc", values, values, dtype=exact).astype(np.float64) / pixels - np.square(mean)
     factor = np.ones((count, 1)) if contrast is None else contrast[:, None].astype(np.float64)
@@ -172,17 +179,17 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     # Rounds as the pixels' products do, so that an image of one colour becomes exact zeros.
     shift = (offset * scale).astype(np.float32) - slope * mean.astype(np.float32)
     values *= slope[:, :, None]
-    images = np.empty((count, pixels, channels), np.float32)
+    floats = np.empty((count, pixels, channels), np.float32)
     for channel in range(channels):
-        np.add(values[:, channel], shift[:, channel, None], out=images[..., channel])
-    return images.reshape(count, height, width, channels)
+        np.add(values[:, channel], shift[:, channel, None], out=floats[..., channel])
+    return floats.reshape(images.shape)
 
 
 def _plain(dataset: Dataset) -> Transforms:
     """The whole image, channels standardised."""
 
     def test(images: Images) -> Floats:
-        return _standardise_channels(images.transpose(TO_PLANES), dataset)
+        return _standardise_channels(images, dataset)
 
     def portable(images: Any) -> Any:
         factor = np.float32(1.0) / np.array(dataset.channel_deviation, np.float32)
@@ -192,39 +199,47 @@ def _plain(dataset: Dataset) -> Transforms:
 
 
 def _standard(dataset: Dataset) -> Transforms:
-    """Padding (four pixels at 32), a random crop of the image's size, flip, channels standardised.
+    """Padding with the mean colour (four pixels at 32), a random crop, flip (He et al. 2015, section 4.2)."""
+    return _moved(dataset, PAD, lambda draw: draw[:, 2] < 0.5, mirrors_edges=False)
 
-    The padding has the colour of the channel means, so that it is zero in the standardised image (to 0.01).
-    Source: He et al. 2015, section 4.2.
+
+def _fast(dataset: Dataset) -> Transforms:
+    """Shifts (by two pixels at 32) with mirrored edges, and the alternating flip (Jordan 2024)."""
+    return _moved(dataset, FAST_PAD, lambda draw: draw[:, 5] > 0, mirrors_edges=True)
+
+
+def _moved(dataset: Dataset, pad: int, flips: Callable[[Floats], NDArray[np.bool_]], mirrors_edges: bool) -> Transforms:
+    """Shifts, or random parts of larger images from 64 pixels on, mirrored where `flips`; channels standardised.
+
+    Args:
+        pad: most pixels of a shift, for sides of 32 pixels and more; in proportion below that.
+        mirrors_edges: else what lies beyond an edge has the colour of the channel means, which becomes zero (to 0.01).
     """
-    if _cuts_parts(dataset):
-        return _of_parts(dataset, lambda draw: draw[:, 2] < 0.5)
     height, width, channels = dataset.image_shape
-    above, left = _pads(dataset, PAD)
+    if min(height, width) >= SMALLEST_CUT and getattr(dataset.train.images, "crops", None) is not None:
+
+        def of_parts(images: Images, draw: Floats) -> Floats:
+            flip, pixels = flips(draw), images.view(f"V{channels}")[..., 0]  # a pixel at a time, not a channel
+            pixels[flip] = pixels[flip][:, :, ::-1]
+            return _standardise_channels(images, dataset)
+
+        return _plain(dataset)._replace(train=of_parts, crops=True)
+    above, left = (min(pad, side * pad // 32) for side in (height, width))
     colour = np.array([round(mean) for mean in dataset.channel_mean], np.uint8)[:, np.newaxis, np.newaxis]
 
     def train(images: Images, draw: Floats) -> Floats:
         padded = np.empty((len(images), channels, height + 2 * above, width + 2 * left), np.uint8)
-        padded[:] = colour
+        if not mirrors_edges:
+            padded[:] = colour
         padded[:, :, above : above + height, left : left + width] = images.transpose(TO_PLANES)
-        return _standardise_channels(_crop(padded, draw, draw[:, 2] < 0.5, (height, width)), dataset)
-
-    return _plain(dataset)._replace(train=train)
-
-
-def _fast(dataset: Dataset) -> Transforms:
-    """Shifts by a few pixels (two at 32) with mirrored edges, and the alternating flip; channels standardised.
-
-    Source: Jordan 2024, sections 3.1 and 3.6.
-    """
-    if _cuts_parts(dataset):
-        return _of_parts(dataset, lambda draw: draw[:, 5] > 0)
-    height, width, _ = dataset.image_shape
-    above, left = _pads(dataset, FAST_PAD)
-
-    def train(images: Images, draw: Floats) -> Floats:
-        padded = _mirror_edges(images.transpose(TO_PLANES), above, left)
-        return _standardise_channels(_crop(padded, draw, draw[:, 5] > 0, (height, width)), dataset)
+        if mirrors_edges:  # np.pad's "reflect", in a tenth of its time
+            for i in range(above):
+                padded[:, :, above - 1 - i] = padded[:, :, above + 1 + i]
+                padded[:, :, above + height + i] = padded[:, :, above + height - 2 - i]
+            for i in range(left):
+                padded[..., left - 1 - i] = padded[..., left + 1 + i]
+                padded[..., left + width + i] = padded[..., left + width - 2 - i]
+        return _standardise_channels(_crop(padded, draw, flips(draw), (height, width)), dataset)
 
     return _plain(dataset)._replace(train=train)
 
@@ -244,8 +259,7 @@ def _tutorial(dataset: Dataset) -> Transforms:
         return _standardise_each(cropped, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
 
     def test(images: Images) -> Floats:
-        middle = images[:, top : top + size[0], left : left + size[1]]
-        return _standardise_each(middle.transpose(TO_PLANES))
+        return _standardise_each(images[:, top : top + size[0], left : left + size[1]])
 
     def portable(images: Any) -> Any:
         from keras import ops
@@ -255,39 +269,3 @@ def _tutorial(dataset: Dataset) -> Transforms:
         return (middle - mean) / ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
 
     return Transforms((*size, channels), train, test, portable)
-
-
-def _cuts_parts(dataset: Dataset) -> bool:
-    """Whether training cuts random parts of larger images, as is usual from 64 pixels on, instead of shifting them."""
-    return min(dataset.image_shape[:2]) >= SMALLEST_CUT and getattr(dataset.train.images, "crops", None) is not None
-
-
-def _of_parts(dataset: Dataset, flips: Callable[[Floats], NDArray[np.bool_]]) -> Transforms:
-    """Random parts, mirrored where `flips` (draws -> bool [b]) says so; channels standardised."""
-
-    def train(images: Images, draw: Floats) -> Floats:
-        flip = flips(draw)
-        images[flip] = images[flip][:, :, ::-1]
-        return _standardise_channels(images.transpose(TO_PLANES), dataset)
-
-    return _plain(dataset)._replace(train=train, crops=True)
-
-
-def _pads(dataset: Dataset, most: int) -> tuple[int, int]:
-    """Pixels above and left of the image: `most` for sides of 32 pixels and more, in proportion below that."""
-    height, width, _ = dataset.image_shape
-    return min(most, height * most // 32), min(most, width * most // 32)
-
-
-def _mirror_edges(planes: Images, above: int, left: int) -> Images:
-    """np.pad's "reflect" of the last two axes, in a tenth of its time."""
-    count, channels, height, width = planes.shape
-    padded = np.empty((count, channels, height + 2 * above, width + 2 * left), np.uint8)
-    padded[:, :, above : above + height, left : left + width] = planes
-    for i in range(above):
-        padded[:, :, above - 1 - i] = padded[:, :, above + 1 + i]
-        padded[:, :, above + height + i] = padded[:, :, above + height - 2 - i]
-    for i in range(left):
-        padded[..., left - 1 - i] = padded[..., left + 1 + i]
-        padded[..., left + width + i] = padded[..., left + width - 2 - i]
-    return padded

@@ -1,4 +1,4 @@
-"""The binary layouts of CIFAR-10 and CIFAR-100: which files, how long, and how to read them.
+"""CIFAR-10 and CIFAR-100 in their binary layouts: which files, how they come onto a host, and how to read them.
 
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009), and the description of the binary
 versions at https://www.cs.toronto.edu/~kriz/cifar.html. A record is its label bytes and 3,072 pixel bytes: all red
@@ -7,22 +7,26 @@ ones first, then green, then blue, each a 32 x 32 plane row by row. The syntheti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from hvd_cifar.data.dataset import Dataset, Examples, Selected, channel_statistics, chunks
-from hvd_cifar.data.place import searched
-from hvd_cifar.data.records import FileImages, RecordFile
+from hvd_cifar.data.dataset import Dataset, Examples
+from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, locked, searched
+from hvd_cifar.data.images import FileImages, RecordFile, channel_statistics
 from hvd_cifar.errors import UserError
 
 SIDE = 32  # pixels
 CHANNELS = 3
-
-Split = Literal["train", "test"]
+SCRATCH = ".unfinished"
+CHUNK_BYTES = 1 << 16  # of a download
+TIMEOUT = (10.0, 60.0)  # seconds: to connect, and without a new byte
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Layout:
         classes: labels are 0 to classes - 1.
         names_file: in the folder, a class name in each line; it may be absent.
         archive: address of the archive; md5: its published checksum.
-        channel_sums: of all pixels of the published training images, for each channel; (): not known.
         channel_mean, channel_deviation: of the training images; None: computed when the set is read.
+        draw: (folder, onlooker) -> the folder, with files that it draws; None: they are in the archive.
     """
 
     name: str
@@ -54,9 +58,9 @@ class Layout:
     names_file: str
     archive: str
     md5: str
-    channel_sums: tuple[int, ...] = ()
     channel_mean: tuple[float, ...] | None = None
     channel_deviation: tuple[float, ...] | None = None
+    draw: Callable[[Path, Onlooker], Path] | None = None
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -77,32 +81,55 @@ class Layout:
         """The length of a file."""
         return (self.test_records if file in self.test_files else self.train_records) * self.record_bytes
 
-    def locate(self, data_dir: Path) -> Path | None:
+    def locate(self, data_dir: Path, _: Onlooker = NOBODY) -> Path | None:
         """The folder with the files: `data_dir` itself or its `folder`; None if neither has any of them.
 
-        A set that lacks some files is damaged, not absent: `check` refuses it.
+        A set that lacks some files is damaged, not absent: `check` refuses it. Only CIFAR's files may be in `data_dir`
+        itself: the synthetic set's have the same names.
 
         Raises:
             UserError: where a folder cannot be searched.
         """
         with searched(data_dir):
-            for folder in (data_dir, data_dir / self.folder):
+            for folder in (data_dir / self.folder,) if self.draw else (data_dir, data_dir / self.folder):
                 if any((folder / name).is_file() for name in self.files):
                     return folder
         return None
+
+    def prepare(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
+        """The folder of the files, their lengths checked; they are made where there are none.
+
+        Processes may call this together: one makes the files, in a folder that gets its name when it is complete.
+
+        Raises:
+            DownloadError: where the archive cannot be downloaded.
+            UserError: where the files are damaged, or cannot be made.
+        """
+        found = self.locate(data_dir)
+        if found is None:
+            with locked(data_dir, onlooker):
+                found = self.locate(data_dir)  # another process may have made it while this one waited for the lock
+                if found is None:
+                    found, scratch = data_dir / self.folder, data_dir / SCRATCH
+                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process has left it
+                    scratch.mkdir()
+                    try:
+                        os.rename(self.draw(scratch, onlooker) if self.draw else fetch(self, scratch, onlooker), found)
+                    finally:
+                        shutil.rmtree(scratch, ignore_errors=True)
+        self.check(found)
+        return found
 
     def check(self, folder: Path) -> None:
         """Raise UserError, naming the file, unless every file has its length; reads no contents."""
         for name in self.files:
             path, expected = folder / name, self.bytes_of(name)
             try:
-                size = path.stat().st_size
+                size = f"{path.stat().st_size:,} bytes"
             except OSError as error:
-                raise self._damaged(
-                    folder, f"cannot read {path} ({error.strerror}; {expected:,} bytes expected)"
-                ) from None
-            if size != expected:
-                raise self._damaged(folder, f"{path} has {size:,} bytes instead of {expected:,}")
+                size = f"no length ({error.strerror})"
+            if size != f"{expected:,} bytes":
+                raise self._damaged(folder, f"{path} has {size} instead of {expected:,}")
 
     @staticmethod
     def _damaged(folder: Path, fault: str) -> UserError:
@@ -120,29 +147,75 @@ class Layout:
         mean, deviation = self.channel_mean, self.channel_deviation
         if mean is None or deviation is None:
             mean, deviation = channel_statistics(train.images)
-        return Dataset(self.name, train, test, self.classes, mean, deviation, self._class_names(folder))
+        names: tuple[str, ...] = ()
+        with suppress(OSError):
+            names = tuple((folder / self.names_file).read_text(encoding="utf-8", errors="replace").split())
+        names = names if len(names) == self.classes else ()
+        return Dataset(self.name, train, test, self.classes, mean, deviation, names)
 
     def _read_part(self, folder: Path, files: Sequence[str]) -> Examples:
         """A part of the set, its labels checked."""
         records = [RecordFile(folder / name, self.bytes_of(name) // self.record_bytes) for name in files]
-        images = FileImages(records, (SIDE, SIDE, CHANNELS), self.label_bytes, planes=True)
-        labels = np.empty(len(images), np.int32)
-        for file, end in zip(records, images.ends, strict=True):
-            part = slice(end - file.count, end)
-            labels[part] = images.records(part)[:, self.label_bytes - 1]
-            wrong = np.flatnonzero(labels[part] >= self.classes)
+        of_files = []
+        for file in records:
+            labels = np.fromfile(file.path, np.uint8).reshape(-1, self.record_bytes)[:, self.label_bytes - 1]
+            wrong = np.flatnonzero(labels >= self.classes)
             if wrong.size:
-                first = int(wrong[0])
-                label = f"the label of record {first} is {labels[part][first]}, not 0 to {self.classes - 1}"
+                label = f"the label of record {wrong[0]} is {labels[wrong[0]]}, not 0 to {self.classes - 1}"
                 raise self._damaged(folder, f"{file.path} is damaged: {label}")
-        return Examples(images, labels)
+            of_files.append(labels.astype(np.int32))
+        images = FileImages(records, (SIDE, SIDE, CHANNELS), self.label_bytes, planes=True)
+        return Examples(images, np.concatenate(of_files))
 
-    def _class_names(self, folder: Path) -> tuple[str, ...]:
-        try:
-            names = tuple((folder / self.names_file).read_text(encoding="utf-8", errors="replace").split())
-        except OSError:
-            names = ()
-        return names if len(names) == self.classes else ()
+
+class DownloadError(UserError):
+    """The archive cannot be downloaded: no network, no such host or file, a server's fault, or a time-out."""
+
+
+def fetch(layout: Layout, scratch: Path, onlooker: Onlooker) -> Path:
+    """Download the archive of a layout into the folder `scratch`, compare its checksum, and unpack it there.
+
+    Returns:
+        The folder with the binary files.
+
+    Raises:
+        DownloadError: it could not be downloaded, in three tries.
+        UserError: it is another file than its authors published, or lacks files.
+        OSError: `scratch` cannot be written.
+    """
+    import pooch  # here: the peers of the benchmarks read CIFAR-10 with NumPy alone
+
+    pooch.get_logger().setLevel("ERROR")
+    url, name = layout.archive, "archive.tar.gz"
+    # Not compressed once more: the checksum is that of the file itself.
+    headers = {"Accept-Encoding": "identity"}
+    bar = Progress(f"downloading {layout.title}", "bytes", onlooker)
+    get = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=TIMEOUT, headers=headers)
+    source = pooch.create(scratch, "", registry={name: f"md5:{layout.md5}"}, urls={name: url}, retry_if_failed=2)
+    try:
+        archive = source.fetch(name, downloader=get)
+    except (OSError, ValueError, TypeError) as error:  # the last two: a malformed proxy, or a redirect
+        if getattr(error, "errno", None):
+            raise  # the disk's: requests' own errors are OSErrors without a number
+        if "hash of downloaded file" in str(error):  # pooch's, which names both checksums
+            raise UserError(
+                f"the file from {url} is not the archive of {layout.title} ({str(error).partition('. ')[0]}): try "
+                "again, or correct --data-url"
+            ) from error
+        raise DownloadError(
+            f"cannot download {layout.title} from {url}: {_last_cause(error)}: check the network, the variables of "
+            f"its proxy, and --data-url, or put the files into {scratch.parent / layout.folder}"
+        ) from error
+    with tarfile.open(archive, "r:gz") as tar:
+        tar.extractall(scratch, filter="data")
+    layout.check(scratch / layout.folder)
+    return scratch / layout.folder
+
+
+def _last_cause(error: Exception) -> str:
+    """In one line, without the names of the classes around it."""
+    cause = getattr(error.args[0], "reason", error) if error.args else error
+    return " ".join(str(cause).split()).rsplit("): ", 1)[-1].rstrip(".\"')") or type(error).__name__
 
 
 CIFAR10 = Layout(
@@ -158,8 +231,6 @@ CIFAR10 = Layout(
     names_file="batches.meta.txt",
     archive="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     md5="c32a1d4ab5d03f1284b67883e8d87530",  # published on https://www.cs.toronto.edu/~kriz/cifar.html
-    # 50,000 x 1,024 times the published means 125.306918046875, 122.950394140625, 113.86538318359375.
-    channel_sums=(6_415_714_204, 6_295_060_180, 5_829_907_619),
     channel_mean=(125.3, 123.0, 113.9),
     channel_deviation=(63.0, 62.1, 66.7),
 )
@@ -177,17 +248,3 @@ CIFAR100 = Layout(
     archive="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
     md5="03b5dce01913d631647c71ecec9e9cb8",  # published on the same page
 )
-
-
-def is_published(dataset: Dataset) -> bool | None:
-    """Whether the training images are CIFAR-10's published ones, by the sums over their pixels; None: another set.
-
-    One changed pixel changes a sum. Labels, the images' order and the test images are not checked: there are published
-    MD5 checksums of archives and of the Python version's files, but not of these files.
-    """
-    images = dataset.train.images
-    images = images.images if isinstance(images, Selected) else images
-    if dataset.name != CIFAR10.name or not isinstance(images, FileImages):
-        return None
-    sums = sum(chunk.sum(axis=(0, 1, 2), dtype=np.int64) for chunk in chunks(images))
-    return tuple(np.asarray(sums).tolist()) == CIFAR10.channel_sums

@@ -3,102 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.data.sampler import held_out, spread
+from hvd_cifar.data.images import Gathered, Images, Selected, channel_statistics, chunks
+from hvd_cifar.data.sampler import held_out
 from hvd_cifar.errors import UserError, printable
 
-CHUNK_BYTES = 1 << 24  # of images that are read at a time
-MOST_MEASURED = 5000  # images that are read one at a time, for channel statistics
 UNNAMED = "arrays"  # the name of a set that was given none
-
-
-class ImageArray(Protocol):
-    """Images uint8 [n, height, width, channels] that need not be in memory, by the methods of an array."""
-
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[n, height, width, channels]."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        """The images of a slice, or of indices int64 [b], in their order."""
-
-
-Images = NDArray[np.uint8] | ImageArray
-
-
-@dataclass(eq=False)
-class Selected:
-    """Images by their `index` int64 [n] among other `images`: an `ImageArray`."""
-
-    images: Images
-    index: NDArray[np.int64]
-    dtype: Any = np.uint8
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[n, height, width, channels]."""
-        return (len(self.index), *self.images.shape[1:])
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        return self.images[self.index[index]]
-
-    @property
-    def digest(self) -> str:
-        """Of what is selected from images that have a digest; "" where they have none."""
-        whole = getattr(self.images, "digest", "")
-        return whole and hashlib.sha256(whole.encode() + self.index.tobytes()).hexdigest()
-
-    @property
-    def crops(self) -> Callable[[NDArray[np.int64], Any], NDArray[np.uint8]] | None:
-        """As `records.Pictures.crops`; None where the images have none."""
-        crops = getattr(self.images, "crops", None)
-        return crops and (lambda index, draws: crops(self.index[index], draws))
-
-
-class Gathered:
-    """Images that are read one at a time, from any object with a length and an item for each number: an `ImageArray`.
-
-    Such are the random-access sources of grain and array_record.
-    """
-
-    dtype: Any = np.dtype(np.uint8)
-
-    def __init__(self, source: Any) -> None:
-        """`source[i]` is an image uint8 [height, width, channels] or [height, width]; its `digest` stands for all."""
-        self.source, self.digest = source, str(getattr(source, "digest", ""))
-        self.shape = (len(source), *self._one(0).shape) if len(source) else (0, 0, 0, 0)
-
-    def _one(self, number: int) -> NDArray[np.uint8]:
-        image = np.asarray(self.source[number])
-        image = image[..., np.newaxis] if image.ndim == 2 else image
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape != getattr(self, "shape", (0, *image.shape))[1:]:
-            first = f", and the first one {_size(self)}" if hasattr(self, "shape") else ""
-            raise UserError(
-                f"image {number} of a {type(self.source).__name__} is {image.dtype} of shape {_shown(image.shape)}"
-                f"{first}: give each as uint8 [height, width, channels], all of one size"
-            )
-        return image
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        return np.stack([self._one(number) for number in np.arange(len(self))[index].tolist()])
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,41 +150,11 @@ class Dataset:
             )
         if (len(class_names) or classes) < 2:
             raise UserError(f"data set {name}: all labels are 0: give examples of two or more classes")
-        if twice := [one for one, count in Counter(class_names).items() if count > 1]:
-            raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
-        mean, deviation = channel_statistics(measured(train.images))
+        mean, deviation = channel_statistics(train.images)
         return cls(name, train, test, len(class_names) or classes, mean, deviation, class_names)
 
 
-def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
-    """The images in order, some megabytes at a time: all of them may not fit into memory."""
-    count = max(1, CHUNK_BYTES // max(1, int(np.prod(images.shape[1:]))))
-    for first in range(0, len(images), count):
-        yield images[first : first + count]
-
-
-def measured(images: Images) -> Images:
-    """The images that channel statistics are taken of: all, or `MOST_MEASURED` where each has to be decoded."""
-    is_slow = getattr(images, "digest", None) is not None and len(images) > MOST_MEASURED
-    return Selected(images, spread(MOST_MEASURED, len(images))) if is_slow else images
-
-
-def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel over all pixels; a channel without deviation gets 1."""
-    sums = np.zeros((2, images.shape[-1]), np.int64)  # integers: exact, in any order
-    for chunk in chunks(images):
-        for channel in range(images.shape[-1]):
-            counts = np.bincount(chunk[..., channel].ravel(), minlength=256)
-            sums[:, channel] += counts @ np.arange(256), counts @ np.arange(256) ** 2
-    pixels = int(np.prod(images.shape[:-1]))
-    mean = sums[0] / pixels
-    deviation = np.sqrt(np.maximum(sums[1] / pixels - np.square(mean), 0.0))
-    return tuple(mean.tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())
-
-
 def _examples(part: str, images: Any, labels: Any) -> Examples:
-    """A checked part of a data set; `part` begins the message of an error."""
-
     def refuse(what: str, remedy: str) -> NoReturn:
         raise UserError(f"{part} {what}: {remedy}")
 
@@ -286,30 +173,23 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
         images = np.asarray(images)  # each indexing of a np.memmap would take microseconds more
         images = images[..., np.newaxis] if images.ndim == 3 else images
     if len(images.shape) != 4:
-        refuse(f"images have the shape {_shown(shape)}", wanted)
+        refuse(f"images have the shape {list(shape)}", wanted)
     if images.shape[1] <= 4 < images.shape[3]:
-        refuse(f"images have the shape {_shown(shape)}, channels first", "put them last: images.transpose(0, 2, 3, 1)")
+        refuse(f"images have the shape {list(shape)}, channels first", "put them last: images.transpose(0, 2, 3, 1)")
     if not all(images.shape):
-        refuse(f"images are empty (shape {_shown(shape)})", "give at least one example")
+        refuse(f"images are empty (shape {list(shape)})", "give at least one example")
 
-    try:
-        labels = np.asarray(labels)
-    except ValueError as failure:  # lists of several lengths
-        refuse(f"labels are no array ({failure})", "give integers [n]")
+    labels = np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:  # the shape in Keras's data sets
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        refuse(f"labels are {labels.dtype} of shape {_shown(labels.shape)}", "give integers [n]")
+        refuse(f"labels are {labels.dtype} of shape {list(labels.shape)}", "give integers [n]")
     if len(labels) != len(images):
         refuse(f"part has {len(images):,} images but {len(labels):,} labels", "give one label for each image")
     wrong = np.flatnonzero((labels < 0) | (labels >= np.iinfo(np.int32).max))
     if wrong.size:
         refuse(f"label of example {wrong[0]} is {labels[wrong[0]]}", "give numbers of classes, from 0 on")
     return Examples(images, labels.astype(np.int32))
-
-
-def _shown(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _size(images: Images) -> str:

@@ -1,38 +1,46 @@
-"""Images in folders, one for each class: PATH/train/CLASS/*.jpg and PATH/test/CLASS/*.jpg, or PATH/CLASS/*.jpg.
+"""Images in folders, one for each class, and their cache.
 
-They are decoded once per host, into a cache of raw pixels that every rank reads by index. The cache is beside the
-images, or in the data folder where that place cannot be written. It is made again when an image's name, size or
-modification time differs, and when its own bytes are damaged. Subfolders and links are followed; what begins with a dot
-is left out.
+The images are decoded once per host, on all cores, into a cache of raw pixels that every rank reads by index. The cache
+is beside the images, or in the data folder where that place cannot be written. It is made again when an image's name,
+size or modification time differs, and when its own bytes are damaged.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hvd_cifar.data import cache
-from hvd_cifar.data.cache import Listing
-from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.pictures import EXTENSIONS, Size
-from hvd_cifar.data.place import NOBODY, Onlooker, locked, searched
-from hvd_cifar.errors import UserError, printable
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_cifar.data.dataset import Dataset, Examples
+from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, digest_of, locked, searched
+from hvd_cifar.data.images import FileImages, RecordFile, Selected, channel_statistics
+from hvd_cifar.data.listing import Listing, as_text, list_images
+from hvd_cifar.data.pictures import Head, Pictures, Pixels, Size, Unusable, decode, head, scaled_bytes
+from hvd_cifar.errors import UserError
 from hvd_cifar.fields import BUILT_IN_DATASETS, FOLDER_DATASET
+from hvd_cifar.files import read_json, replace_text
 
-LAYOUT = "train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg"
-TRAIN_FOLDERS = ("train", "training")  # also in capitals
-TEST_FOLDERS = ("test", "testing", "val", "valid", "validation")
 CACHE = ".hvd_cifar-cache"
+IMAGES, SIZES, ABOUT = "images.bin", "sizes.npy", "about.json"
+CHUNK = 256  # images between two reports of progress
+MOST_NAMED = 20  # unusable images in one message
+PROPOSED = (224, 192, 160, 128, 96, 64, 48, 32)  # image sizes, the largest first
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of images; see `source.Source` for its functions.
+    """A folder of images, a `source.Source`.
 
     Attributes:
         image_size: height and width of what the net sees, which images are scaled for; None: all have one size.
@@ -40,16 +48,21 @@ class Folder:
     """
 
     path: Path
-    data_dir: Path
     image_size: Size | None = None
     max_unreadable: int = 0
+    files = (IMAGES, SIZES, ABOUT)
 
-    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
+    @property
+    def name(self) -> str:
+        """What `--dataset` calls it."""
+        return f"{FOLDER_DATASET}{self.path}"
+
+    def locate(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path | None:
         """The folder of the cache, made if need be; None where there are no images. Raises UserError as `prepare`."""
         with searched(self.path):
-            return self.prepare(onlooker) if self.path.is_dir() else None
+            return self.prepare(data_dir, onlooker) if self.path.is_dir() else None
 
-    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
+    def prepare(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
         """The folder of the cache, its bytes compared with their checksums.
 
         Raises:
@@ -57,172 +70,175 @@ class Folder:
         """
         with searched(self.path):
             listing = list_images(self.path)
-            told = f"hvd_cifar: note: --dataset folder:{self.path}: "
             for note in listing.notes:
-                onlooker.is_warned(told + note)
-            place = self._made(listing, onlooker)
-        unusable = cache.unusable_of(place)
-        cache.check(unusable, self.max_unreadable)
+                onlooker.is_warned(f"hvd_cifar: note: --dataset {self.name}: {note}")
+            name = listing.fingerprint() + (f"-{self.image_size[0]}x{self.image_size[1]}" if self.image_size else "")
+            place = self.path / CACHE / name
+            if not _is_whole(place):  # else others may have made it, where this user may not write
+                place = self._home(data_dir) / name
+            if not _is_whole(place):
+                with locked(place.parent, onlooker):
+                    if not _is_whole(place):  # else another process made it while this one waited
+                        self._make(listing, place, onlooker)
+        unusable = read_json(place / ABOUT)["unusable"]
+        self._check(unusable)
         if unusable:
-            onlooker.is_warned(f"{told}{len(unusable)} left out since they cannot be read: {cache.named(unusable)}")
+            said = f"{len(unusable)} left out since they cannot be read: {_named(unusable)}"
+            onlooker.is_warned(f"hvd_cifar: note: --dataset {self.name}: {said}")
         return place
 
-    def _made(self, listing: Listing, onlooker: Onlooker) -> Path:
-        name = listing.fingerprint + (f"-{self.image_size[0]}x{self.image_size[1]}" if self.image_size else "")
+    def _home(self, data_dir: Path) -> Path:
+        """The folder of all caches of these images."""
         home = self.path / CACHE
-        if cache.is_whole(home / name):
-            return home / name  # also where others made it, and this user may not write
-        if not os.access(home if home.exists() else self.path, os.W_OK):
-            key = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]
-            home = self.data_dir / f"folder-{self.path.name}-{key}"
-        place = home / name
-        if not cache.is_whole(place):
-            with locked(home, onlooker) as told:
-                if not cache.is_whole(place):  # else another process made it while this one waited
-                    shutil.rmtree(place, ignore_errors=True)
-                    part = home / f"{name}.part"
-                    with told.progress(f"decoding {_as_text(self.path.name)}", "images") as show:
-                        cache.make(listing, part, self.image_size, self.max_unreadable, show)
-                    os.rename(part, place)
-                    # Hosts may share the data folder, with copies of the images that have other times.
-                    if home.name == CACHE:
-                        _remove_others(home, listing)
-        return place
+        if os.access(home if home.exists() else self.path, os.W_OK):
+            return home
+        return data_dir / f"folder-{self.path.name}-{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]}"
+
+    def _make(self, listing: Listing, place: Path, onlooker: Onlooker) -> None:
+        """Decode the images into the folder `place`, which appears when it is complete."""
+        part = place.with_name(f"{place.name}.part")
+        for old in (part, place):
+            shutil.rmtree(old, ignore_errors=True)
+        part.mkdir()
+        try:
+            self._decode(listing, part, onlooker)
+            os.rename(part, place)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        # Caches of earlier contents. Hosts may share the data folder, with copies of the images that have other times.
+        for other in place.parent.iterdir() if place.parent.name == CACHE else ():
+            if other.is_dir() and not other.name.startswith(listing.fingerprint()):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _decode(self, listing: Listing, place: Path, onlooker: Onlooker) -> None:
+        """Write pixels, sizes and description of the images. Raises UserError where too many cannot be used."""
+        paths, shown = listing.of_part(0) + listing.of_part(1), as_text(self.path.name)
+        heads = list(_on_all_cores(head, paths, Progress(f"looking at {shown}", "images", onlooker)))
+        size = self.image_size or self._one_size(paths, heads)
+        channels = 1 if all(one.is_grey for one in heads if one) else 3
+
+        def pixels(path: Path) -> Pixels | str:
+            try:
+                found = decode(path, channels, self.image_size)
+                if not self.image_size and found.shape[:2] != size:  # a tag after the pixels turns it
+                    raise Unusable(path, f"{_shown(found.shape)} pixels, and the first image has {_shown(size)}")
+                return found
+            except Unusable as error:
+                return error.text
+
+        sizes, unusable = np.zeros((len(paths), 2), np.int32), []
+        with open(place / IMAGES, "wb") as file:
+            decoded = _on_all_cores(pixels, paths, Progress(f"decoding {shown}", "images", onlooker))
+            for number, found in enumerate(decoded):
+                if isinstance(found, str):
+                    unusable.append(found)
+                    if len(unusable) >= max(MOST_NAMED, self.max_unreadable + 1):
+                        break
+                else:
+                    file.write(found.data)
+                    sizes[number] = found.shape[:2]
+        self._check(unusable)
+        np.save(place / SIZES, sizes)
+        about: dict[str, Any] = {
+            "class_names": listing.classes,
+            "size": (*size, channels),
+            "scaled": self.image_size is not None,
+            "counts": [[len(images) for images in of_part] for of_part in listing.images],
+            "unusable": unusable,
+            "sha256": {name: digest_of(place / name) for name in (IMAGES, SIZES)},
+        }
+        train, test = _parts(place, about)
+        if not len(train) or not len(test):
+            raise UserError(f"no image of a part can be used: {_named(unusable)}: restore them")
+        about["channel_mean"], about["channel_deviation"] = channel_statistics(train.images)
+        replace_text(place / ABOUT, json.dumps(about, indent=1) + "\n")
+
+    def _one_size(self, paths: Sequence[Path], heads: Sequence[Head | None]) -> Size:
+        """The size of all images. Raises UserError where they have several; it proposes one."""
+        sizes = [one.size for one in heads if one]
+        first = sizes[0] if sizes else (0, 0)
+        pairs = zip(paths, heads, strict=True)
+        other = next((f"{path} is {_shown(one.size)}" for path, one in pairs if one and one.size != first), None)
+        if other is None:
+            return first
+        side = sorted(min(size) for size in sizes)[len(sizes) // 2]
+        fitting = next((one for one in PROPOSED if one * 8 / 7 <= side), PROPOSED[-1])
+        taken = sum(scaled_bytes(size, (fitting, fitting), 3) for size in sizes)
+        raise UserError(
+            f"--dataset {self.name}: its images have {len(set(sizes))} sizes ({other}, and the first image "
+            f"{_shown(first)}): give --image-size {fitting}, for which the cache takes {taken / 1e6:,.0f} MB"
+        )
+
+    def _check(self, unusable: Sequence[str]) -> None:
+        """UserError where more images than allowed cannot be used."""
+        if len(unusable) > self.max_unreadable:
+            raise UserError(
+                f"cannot use {_named(unusable)}: restore or remove damaged images, or leave them out with "
+                f"--max-unreadable {len(unusable)}" + " or more" * (len(unusable) >= MOST_NAMED)
+            )
 
     def read(self, folder: Path) -> Dataset:
         """The set in a cache. Raises UserError where it is damaged."""
-        name = _as_text(self.path.name)
-        return cache.read(folder, FOLDER_DATASET + name if name in BUILT_IN_DATASETS else name)  # it is not that set
+        name = as_text(self.path.name)
+        name = FOLDER_DATASET + name if name in BUILT_IN_DATASETS else name  # it is not that set
+        try:
+            about = read_json(folder / ABOUT)
+            train, test = _parts(folder, about)
+            names = tuple(map(str, about["class_names"]))
+            mean, deviation = (tuple(map(float, about[key])) for key in ("channel_mean", "channel_deviation"))
+        except UserError:
+            raise
+        except Exception as error:  # a damaged description leads to errors of many kinds
+            raise UserError(f"{folder} is damaged ({' '.join(str(error).split())[:200]}): remove it") from None
+        return Dataset(name, train, test, len(names), mean, deviation, names)
 
 
-def _remove_others(home: Path, listing: Listing) -> None:
-    """Remove the caches of earlier contents of the folder."""
-    for old in home.iterdir():
-        if old.is_dir() and not old.name.startswith(listing.fingerprint):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def list_images(path: Path) -> Listing:
-    """The images below a folder, by class, in the order of their names.
-
-    Raises:
-        UserError: where the folder has another layout.
-    """
-    where = f"--dataset folder:{path}"
-    if not path.is_dir():
-        raise UserError(f"{where}: there is no such folder; give one with {LAYOUT}")
-    inside = {name.lower(): name for name in _folders(path)}
-    trains, tests = ([inside[name] for name in names if name in inside] for names in (TRAIN_FOLDERS, TEST_FOLDERS))
-    if tests and not trains:
-        raise UserError(f"{where}: it has a folder {tests[0]}, but no train; make it, with a folder for each class")
-    train, test = trains[0] if trains else ".", tests[0] if tests else ""
-    classes = _classes(path, train, test, where)
-    left_out: Counter[str] = Counter()
-    parts = [_part(path / folder, classes, left_out, is_train=folder == train) for folder in (train, test) if folder]
-    empty = [name for name, images in zip(classes, parts[0], strict=True) if not images]
-    what = f"no images ({', '.join(EXTENSIONS)})"
-    if empty:
-        raise UserError(f"{where}: {os.path.normpath(f'{train}/{empty[0]}')} has {what}; add some, or remove it")
-    if test and not any(parts[1]):
-        raise UserError(f"{where}: {test} has {what} in folders of classes; add some")
-    others = [f"{name}/ ({test}/ is used)" for name in tests[1:]]
-    others += [f"{name}/" for name in inside.values() if trains and name not in (train, *tests)]
-    counts = [f"{count} {kind}" for kind, count in sorted(left_out.items()) if count]
-    notes = [f"left out: {', '.join(others + counts)}"] if others + counts else []
-    if not test:
-        parts = list(_held_out(path, parts[0]))
-        count, all_of_it = sum(map(len, parts[1])), sum(map(len, parts[0])) + sum(map(len, parts[1]))
-        if not count:
-            raise UserError(f"{where}: it has no test/, and one image a class; add images, or a folder test")
-        notes.append(f"it has no test/: {count} of {all_of_it} images, a tenth of each class, are the test set")
-    state = hashlib.sha256(b"upright, raw, with sizes")  # how images are decoded: a change here makes old caches anew
-    for images in parts:
-        state.update(b"part\n")
-        for image in (image for of_class in images for image in of_class):
-            state.update(os.fsencode(f"{image.relative_to(path)}\0{_state(image)}\n"))
-    return Listing(path, tuple(map(_as_text, classes)), (parts[0], parts[1]), state.hexdigest()[:16], tuple(notes))
-
-
-def _classes(path: Path, train: str, test: str, where: str) -> tuple[str, ...]:
-    """The names of the classes. Raises UserError where they make no set."""
-    classes = _folders(path / train)
-    if len(classes) < 2:
-        found = f"one class, {classes[0]}" if classes else "no folders of classes"
-        within = f"{train} has" if train != "." else "it has"
-        raise UserError(f"{where}: {within} {found}; give each class a folder, two or more: {LAYOUT}")
-    if unknown := [name for name in _folders(path / test) if name not in classes] if test else []:
-        raise UserError(
-            f"{where}: {test}/{unknown[0]} is no class of {train}; give it images in {train}/{unknown[0]}, or remove it"
-        )
-    return classes
-
-
-def _part(folder: Path, classes: Sequence[str], left_out: Counter[str], is_train: bool) -> list[list[Path]]:
-    """The images of each class in a part's folder."""
-    beside = [entry for entry in folder.iterdir() if not entry.is_dir()]
-    left_out["outside the folders of classes"] += len(beside)
-    present = [name if is_train or (folder / name).is_dir() else "" for name in classes]
-    return [sorted(images_below(folder / name, left_out)) if name else [] for name in present]
-
-
-def _held_out(path: Path, images: Sequence[Sequence[Path]]) -> tuple[list[list[Path]], list[list[Path]]]:
-    """A training and a test part: a tenth of each class, chosen by a hash of the names.
-
-    So every host and run has the same test set, and a picture that is added moves hardly any other.
-    """
-
-    def drawn(image: Path) -> str:
-        return hashlib.sha256(os.fsencode(image.relative_to(path))).hexdigest()
-
-    chosen = [
-        set(sorted(of_class, key=drawn)[: min(-(-len(of_class) // 10), len(of_class) - 1)]) for of_class in images
-    ]
-    pairs = list(zip(images, chosen, strict=True))
-    train, test = ([[i for i in of_class if (i in held) == part] for of_class, held in pairs] for part in (False, True))
-    return train, test
-
-
-def _as_text(name: str) -> str:
-    """A file's name as text that every file and terminal takes: bytes that are not UTF-8 become `\\xff`."""
-    return printable(os.fsencode(name).decode("utf-8", "backslashreplace"))
-
-
-def _folders(path: Path) -> tuple[str, ...]:
-    return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
-
-
-def images_below(folder: Path, left_out: Counter[str] | None = None, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """The files below a folder that Pillow reads, by their extensions. Links are followed; hidden ones are left out.
-
-    Args:
-        left_out: counts the files that are left out, by extension.
-        above: real paths of the folders that this one is in: a link back to one of them is not followed.
-
-    Raises:
-        OSError: where a folder cannot be read.
-    """
-    within = (*above, os.path.realpath(folder))
-    with os.scandir(folder) as entries:
-        seen = list(entries)
-    for entry in seen:
-        if entry.name.startswith("."):
-            kind = "hidden"
-        elif os.path.isdir(entry):
-            if os.path.realpath(entry) not in within:
-                yield from images_below(folder / entry.name, left_out, within)
-            continue
-        elif entry.name.lower().endswith(EXTENSIONS):
-            yield folder / entry.name
-            continue
-        else:
-            kind = Path(entry.name).suffix.lower() or "without an extension"
-        if left_out is not None:
-            left_out[printable(kind)] += 1
-
-
-def _state(image: Path) -> str:
+def _is_whole(place: Path) -> bool:
+    """Whether a cache has all its files, with the bytes that were written into them."""
     try:
-        found = image.stat()
-    except OSError:
-        return "unreadable"  # the decoder says why
-    return f"{found.st_size}\0{found.st_mtime_ns}"
+        expected = read_json(place / ABOUT)["sha256"]
+        return all(digest_of(place / name) == expected[name] for name in (IMAGES, SIZES))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _on_all_cores(function: Callable[[Path], T], paths: Sequence[Path], progress: Progress) -> Iterator[T]:
+    """What a function makes of each path, in order, by threads: Pillow decodes without Python's lock."""
+    progress.total = len(paths)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for first in range(0, len(paths), CHUNK):
+            some = paths[first : first + CHUNK]
+            yield from pool.map(function, some)
+            progress.update(len(some))
+
+
+def _named(unusable: Sequence[str]) -> str:
+    return ", ".join(unusable[:MOST_NAMED]) + f" and {len(unusable) - MOST_NAMED} more" * (len(unusable) > MOST_NAMED)
+
+
+def _shown(size: Sequence[int]) -> str:
+    return f"{size[1]}x{size[0]}"
+
+
+def _parts(place: Path, about: dict[str, Any]) -> tuple[Examples, Examples]:
+    """The training and the test part of a cache. Raises ValueError where its files have other lengths."""
+    height, width, channels = map(int, about["size"])
+    sizes, file = np.load(place / SIZES), place / IMAGES
+    labels = [np.repeat(np.arange(len(counts), dtype=np.int32), counts) for counts in about["counts"]]
+    kept: NDArray[np.bool_] = np.asarray(sizes.any(axis=1))
+    expected = int(sizes.astype(np.int64).prod(axis=1).sum()) * channels
+    if len(sizes) != sum(map(len, labels)) or file.stat().st_size != expected:
+        raise ValueError(f"{file.name} does not hold {kept.sum()} images of {height} x {width} x {channels}")
+    images: FileImages | Pictures
+    if about["scaled"]:
+        digest = hashlib.sha256(repr((about["size"], sorted(about["sha256"].items()))).encode()).hexdigest()
+        images = Pictures(file, sizes[kept], (height, width, channels), digest)
+    else:
+        images = FileImages([RecordFile(file, int(kept.sum()))], (height, width, channels), 0, planes=False)
+    number = np.cumsum(kept) - 1
+    count = len(labels[0])
+    train, test = (
+        Examples(Selected(images, number[part][kept[part]]), of_part[kept[part]])
+        for part, of_part in zip((slice(count), slice(count, None)), labels, strict=True)
+    )
+    return train, test

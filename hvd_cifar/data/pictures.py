@@ -12,13 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from hvd_cifar.data.records import middle
+from hvd_cifar.data.images import RecordFile
 from hvd_cifar.errors import UserError, reason_of
 
 EXTENSIONS = (
@@ -28,8 +28,9 @@ EXTENSIONS = (
 GREY_MODES = ("1", "L", "LA")  # Pillow's names
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # grey, of 16 bits
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
-LONGEST = 4  # sides of more than this times the middle part's are cut: a panorama would take the memory of hundreds
 FINER = 2.0  # a JPEG is decoded to at least this many times the pixels that a side needs, not to all that it has
+ATTEMPTS = 10  # to cut a random part that fits into the image
+CROP_DRAWS = 2 * ATTEMPTS + 2  # random numbers of an image: area and proportions of each attempt, row and column
 # Pillow warns of a large image, but refuses one of more than twice the limit: that refusal is enough.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
@@ -150,7 +151,7 @@ def scaled(whole: Size, part: Size) -> tuple[Span, Span]:
 
     def span(side: int, cut: int, count: int) -> Span:
         start, step = (side - cut) // 2, cut / count
-        margin = min(int(start / step), count * (LONGEST - 1) // 2)
+        margin = int(start / step)
         low = max(0.0, start - margin * step)
         return Span(count + 2 * margin, low, min(float(side), low + (count + 2 * margin) * step))
 
@@ -167,3 +168,95 @@ def read_image(path: Path, channels: int, image_size: Size | None = None) -> Pix
     """As `decode`; with `image_size` the middle of the image, which evaluation sees, uint8 [*image_size, channels]."""
     pixels = decode(path, channels, image_size)
     return middle(pixels, image_size) if image_size else pixels
+
+
+def middle(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The middle of an image uint8 [height, width, channels], [*size, channels], without a copy."""
+    top, left = (pixels.shape[0] - size[0]) // 2, (pixels.shape[1] - size[1]) // 2
+    return pixels[top : top + size[0], left : left + size[1]]
+
+
+class Pictures:
+    """Images of many sizes in one file, as an array of images of one size: the middle of each.
+
+    Attributes:
+        size: (height, width, channels) of the middle.
+        sizes: int [n, 2], height and width of each whole image.
+        digest: of the file, by which hosts and runs compare it: reading it for that would take minutes.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, file: Path, sizes: NDArray[np.integer[Any]], size: tuple[int, int, int], digest: str) -> None:
+        """Open the file, which has one image after the other. Raises UserError where it cannot be opened."""
+        self.sizes, self.size, self.digest = sizes, size, digest
+        self._file = RecordFile(file, len(sizes))
+        self.ends = np.cumsum(sizes.astype(np.int64).prod(axis=1) * size[2])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[n, height, width, channels], of the middle."""
+        return len(self), *self.size
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def rows(self, number: int, top: int = 0, count: int | None = None) -> NDArray[np.uint8]:
+        """Rows of a whole image, all by default, uint8 [count, width, channels]; errors as `RecordFile.read_into`."""
+        height, width = self.sizes[number].tolist()
+        pixels = np.empty((height if count is None else count, width, self.size[2]), np.uint8)
+        row_bytes = width * self.size[2]
+        self._file.read_into(pixels, int(self.ends[number]) - (height - top) * row_bytes)
+        return pixels
+
+    def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The middle of each image of a slice, or of indices [b], uint8 [b, *size]; errors as `rows`."""
+        numbers = np.arange(len(self))[index]
+        images = np.empty((len(numbers), *self.size), np.uint8)
+        for image, number in zip(images, numbers.tolist(), strict=True):
+            image[:] = middle(self.rows(number), self.size[:2])
+        return images
+
+    def crops(self, index: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """A random part of each image of indices [b], resized to uint8 [b, *size]; errors as `rows`.
+
+        Args:
+            draws: uniform in [0, 1), float32 [b, CROP_DRAWS].
+        """
+        images = np.empty((len(index), *self.size), np.uint8)
+        boxes = crop_boxes(self.sizes[index], self.size[:2], draws)
+        for image, number, (top, left, height, width) in zip(images, index.tolist(), boxes.tolist(), strict=True):
+            part = self.rows(number, top, height)[:, left : left + width]
+            part = part if self.size[2] > 1 else part[..., 0]
+            resized = Image.fromarray(part).resize(self.size[1::-1], Image.Resampling.BILINEAR)
+            image[:] = np.asarray(resized).reshape(self.size)
+        return images
+
+
+def crop_boxes(sizes: NDArray[np.integer[Any]], size: tuple[int, int], draws: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Random parts of images: 8% to 100% of the pixels, 3/4 to 4/3 of the proportions of `size`.
+
+    The first of some attempts that fits into the image is taken, or else the largest square part in the middle. Only
+    operations that IEEE 754 rounds correctly are used: every machine cuts the same parts.
+
+    Source: Szegedy et al. 2015, "Going deeper with convolutions", section 6.
+
+    Args:
+        sizes: [b, 2], height and width of each image.
+        draws: uniform in [0, 1), float32 [b, CROP_DRAWS].
+
+    Returns:
+        int64 [b, 4]: top, left, height and width of each part.
+    """
+    sizes, draw = sizes.astype(np.int64), draws.astype(np.float64)
+    area = sizes.prod(axis=1)[:, None] * (0.08 + 0.92 * draw[:, :ATTEMPTS])
+    ratio = (3 / 4 + 7 / 12 * draw[:, ATTEMPTS : 2 * ATTEMPTS]) * size[1] / size[0]
+    parts = np.rint(np.sqrt(np.stack([area / ratio, area * ratio], axis=2))).astype(np.int64)  # [b, ATTEMPTS, 2]
+    parts = np.maximum(parts, 1)
+    fits = (parts <= sizes[:, None]).all(axis=2)
+    part = parts[np.arange(len(parts)), fits.argmax(axis=1)]
+    places = (draw[:, -2:] * (sizes - part + 1)).astype(np.int64)
+    square = np.repeat(sizes.min(axis=1, keepdims=True), 2, axis=1)
+    found = fits.any(axis=1, keepdims=True)
+    part, places = np.where(found, part, square), np.where(found, places, (sizes - square) // 2)
+    return np.concatenate([places, part], axis=1)

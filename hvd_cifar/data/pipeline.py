@@ -11,14 +11,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from hvd_cifar.data.augment import Transforms, crop_draws, draws
 from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import PADDING, Sampler
 from hvd_cifar.errors import UserError
 
-THREADS_FOR_A_GPU = 8  # that cut and resize pictures: its step leaves the cores to the input
+MOST_THREADS = 8  # that cut and resize pictures; while batches are ahead of the step, one at most works
 PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ class MicroBatch(NamedTuple):
 class Batches(Generic[T]):
     """Batches that are made ahead while they are iterated over, which may be done several times.
 
-    One thread makes them by default, since the other cores belong to the step.
+    One thread makes them by default: the other cores belong to the step.
 
     Attributes:
         make: number -> a batch.
@@ -63,20 +62,16 @@ class Batches(Generic[T]):
         """Raises UserError where a file has become unreadable; other ranks may not have this error."""
         ahead: deque[Future[T]] = deque()
         with ThreadPoolExecutor(self.threads, "batches") as pool:
-            for number in self.numbers:
-                ahead.append(pool.submit(self.make, number))
-                if len(ahead) >= PREFETCH_BATCHES + self.threads:
-                    yield _result(ahead.popleft())
-            while ahead:
-                yield _result(ahead.popleft())
-
-
-def _result(future: Future[T]) -> T:
-    try:
-        return future.result()
-    except UserError as error:
-        error.of_one_rank = True
-        raise
+            try:
+                for number in self.numbers:
+                    ahead.append(pool.submit(self.make, number))
+                    if len(ahead) >= PREFETCH_BATCHES + self.threads:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            except UserError as error:
+                error.of_one_rank = True
+                raise
 
 
 def training_batches(
@@ -110,29 +105,20 @@ def training_batches(
 
     per_step = sampler.sharding.micro_batches
     # Not for objects of the user's, which several threads may not call at once.
-    threads = max(1, min(THREADS_FOR_A_GPU, len(os.sched_getaffinity(0)) // 2)) if device and crops else 1
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0))) if crops else 1
     return Batches(make, range(first_step * per_step, last_step * per_step), threads)
 
 
 def evaluation_batches(
-    examples: Examples,
-    transforms: Transforms,
-    *,
-    batch_size: int,
-    rank: int,
-    size: int,
-    chosen: NDArray[np.int64] | None = None,
+    examples: Examples, transforms: Transforms, *, batch_size: int, rank: int, size: int
 ) -> Batches[tuple[Any, Any]]:
     """A rank's shard of a set, every example once: `rank`, `rank + size`, ..., as the test transform makes them.
-
-    Args:
-        chosen: indices int64 [n] of the examples to evaluate on; None: all.
 
     Returns:
         Batches of (image float32 [b, height, width, channels], label int32 [b]) with b <= batch_size. Ranks may have
         different numbers of batches, or none: evaluation reduces sums once, at its end.
     """
-    shard = (np.arange(len(examples)) if chosen is None else chosen)[rank::size]
+    shard = np.arange(rank, len(examples), size)
 
     def make(first: int) -> tuple[Any, Any]:
         index = shard[first : first + batch_size]

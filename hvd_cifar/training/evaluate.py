@@ -66,11 +66,8 @@ def make_evaluator(
     be the same on all ranks: see `TrainState.average`.
     """
     examples = getattr(dataset, part)
-    chosen = np.arange(len(examples))
     batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
-    batches = evaluation_batches(
-        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen
-    )
+    batches = evaluation_batches(examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size)
 
     @tf.function(reduce_retracing=True, autograph=False)
     def look(image: Any, label: Any, six_views: bool) -> Any:
@@ -87,7 +84,7 @@ def make_evaluator(
             right, plain_right = ((found.argmax(axis=-1) == label).sum() for found in (logits, plain))
             totals += losses.sum(), right, plain_right
             if tally:
-                tally.add(chosen[world.rank + world.size * (seen + np.arange(len(label)))], label, losses, logits)
+                tally.add(world.rank + world.size * (seen + np.arange(len(label))), label, losses, logits)
             seen += len(label)
             Watch.sign_of_life()
         # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.

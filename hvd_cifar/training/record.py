@@ -9,7 +9,6 @@ import numpy as np
 
 from hvd_cifar import __version__, fields, settings_file
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
@@ -45,7 +44,6 @@ NO_BFLOAT16 = (
     "note: --precision mixed_bfloat16: a rank's device has no instructions for it, so steps take about ten times as "
     "long as in float32"
 )
-NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
 def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
@@ -91,7 +89,6 @@ class Record:
         net_checks.refuse_unlike(self.net, work.model.name)
         without_callbacks = work.settings.model_copy(update={"callbacks": ()})
         self._of_course = user_files.modules_of(without_callbacks, given.named)
-        self._published = collectives.on_root(lambda: is_published(work.dataset))
         self.must_match = {
             # The name, not "auto", under which a later evaluation might find another data set.
             "dataset": _name_of_data(work, given),
@@ -105,7 +102,7 @@ class Record:
 
     def lines(self, run: Run) -> list[str]:
         """The first lines of a run."""
-        return [*describe(run), *([NOT_PUBLISHED] if self._published is False else [])]
+        return describe(run)
 
     def write(self, run: Run, newest: Path | None) -> list[str]:
         """Write config.json and copies of the user's files; return notes of what has changed. A collective.
@@ -137,7 +134,6 @@ class Record:
         return {
             "data": describe_data(run.data),
             "test_sha256": collectives.on_root(lambda: run.data.test.digest),
-            "published_images": self._published,
             "first_step": run.step,
             "total_steps": plan.total_steps,
             "steps_per_epoch": plan.steps_per_epoch,

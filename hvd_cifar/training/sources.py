@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,21 +12,20 @@ from pathlib import Path
 from hvd_cifar import fields
 from hvd_cifar.config import DataSettings
 from hvd_cifar.data.dataset import UNNAMED, Dataset
-from hvd_cifar.data.place import Onlooker, digest_of, is_free, locked, searched, written
+from hvd_cifar.data.host_files import Onlooker, digest_of, searched, written
 from hvd_cifar.data.source import Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import PART
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training import user_code
 
-Hosts = Mapping[int, str]  # names of all hosts, each by the rank that acts for the host
 Digests = Mapping[str, str]  # SHA-256 of files, by name
 
 BLOCK_BYTES = 4 << 20  # of a file that is sent
-ARRIVING = ".receiving-"
-LONGEST_TRANSFER = 86_400.0  # seconds; an older folder is a killed rank's
 
 
 def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
@@ -47,39 +43,40 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
         raise UserError("--image-size goes with --dataset folder:PATH; give a data set of your own images of one size")
     if own is not None:
         return _own_dataset(own, settings)
-    hosts, speaker = name_hosts(world)
-    is_watched = terminal.is_watched()
-
-    def onlooker(first: bool) -> Onlooker:
-        """Hosts may decode images at the same time: only the first of them shows a progress bar."""
-        told = Onlooker(is_watched and first, Watch.sign_of_life)
-        return replace(told, is_warned=terminal.complain) if world.is_root else told
+    places = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
+    firsts = speakers(places)
+    shared = [places[rank][0] for rank in dict.fromkeys(firsts)]
+    names = [places[rank][0] + f" (rank {rank})" * (shared.count(places[rank][0]) > 1) for rank in firsts]
+    others = [rank for rank in dict.fromkeys(firsts) if rank != 0]  # which act for hosts that are not rank 0's
+    onlooker = Onlooker(Watch.sign_of_life)
+    if world.rank in [0, *others[:1]]:  # hosts decode at the same time: one of them shows its progress
+        onlooker = replace(onlooker, is_shown=terminal.complain)
+    if world.is_root:
+        onlooker = replace(onlooker, is_warned=terminal.complain)
 
     def at_root() -> tuple[str, Path, Digests]:
-        source, folder = prepare(settings, onlooker(True))
-        files = source.files if len(hosts) > 1 else ()
-        return source.name, folder, {name: digest_of(folder / name) for name in files}
+        source, folder = prepare(settings, onlooker)
+        return source.name, folder, {file: digest_of(folder / file) for file in source.files if others}
 
     name, origin, digests = collectives.on_root(at_root)
     source = source_of(settings, name)
+    received = settings.data_dir / f"received-{hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]}"
 
-    def look() -> Path | None:
-        if world.is_root or world.rank not in hosts:
-            return origin if world.is_root else None
-        is_first = list(hosts)[1] == world.rank
-        return _find(source, digests, hosts[world.rank], onlooker(is_first))
+    def find() -> Path | None:
+        if world.rank not in others:
+            return origin
+        return _found(source, settings.data_dir, onlooker, digests, names[world.rank]) or (
+            None if _differing(received, digests) else received
+        )
 
-    folder = collectives.on_every_rank(look)
-    folders = collectives.all_gather_object(folder)
-    if lacking := [host for rank, host in hosts.items() if folders[rank] is None]:
-        receives = world.rank in hosts and folder is None
-        folders = collectives.all_gather_object(_send(origin, source, digests, receives) or folder)
+    folders = collectives.all_gather_object(collectives.on_every_rank(find))
+    if lacking := [rank for rank in others if folders[rank] is None]:
+        _send(origin, digests, received if world.rank in lacking else None)
         if world.is_root:
             size = sum((origin / file).stat().st_size for file in digests) / 1e6
-            terminal.say(f"{name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
-    here = folders[speaker]
-    assert here is not None, "every host has the files, or received them"
-    dataset = collectives.on_every_rank(lambda: source.read(here))
+            to = ", ".join(names[rank] for rank in lacking)
+            terminal.say(f"{name} sent to {to}: {size:.0f} MB each, SHA-256 checked")
+    dataset = collectives.on_every_rank(lambda: source.read(folders[firsts[world.rank]] or received))
     # Rank 0's class names for all: they may be in a file that other hosts lack.
     return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
 
@@ -108,100 +105,6 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
     return dataset
 
 
-def _differing(folder: Path, expected: Digests) -> Path | None:
-    """The first file of a folder that is not as expected."""
-    return next((folder / name for name, digest in expected.items() if digest_of(folder / name) != digest), None)
-
-
-def _received(source: Source, digests: Digests) -> Path:
-    """Where files belong that rank 0 has sent, and whose usual place is taken."""
-    return source.data_dir / f"received-{hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]}"
-
-
-def _find(source: Source, expected: Digests, host: str, onlooker: Onlooker) -> Path | None:
-    """The folder in which this host has rank 0's files; None: rank 0 is to send them. UserError where it has others."""
-    folder, received = source.locate(onlooker), _received(source, expected)
-    if folder and (other := _differing(folder, expected)):
-        raise UserError(
-            f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have rank "
-            "0's sent"
-        )
-    return folder or (None if _differing(received, expected) else received)
-
-
-def _send(origin: Path, source: Source, digests: Digests, receives: bool) -> Path | None:
-    """Broadcast rank 0's files. A rank that `receives` them returns their folder. A collective.
-
-    No lock is held while files arrive: two jobs that wait for each other's locks would never end.
-    """
-    scratch = collectives.on_every_rank(lambda: _scratch(source.data_dir) if receives else None)
-    try:
-        for name in digests:
-            start = 0
-            while block := collectives.on_root(partial(_read, origin / name, start)):
-                collectives.on_every_rank(partial(_append, scratch, name, block))
-                Watch.sign_of_life()
-                start += len(block)
-        return collectives.on_every_rank(lambda: _put(scratch, source, digests) if scratch else None)
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _scratch(data_dir: Path) -> Path:
-    """A new folder for files that arrive. Removes those of ranks that were killed."""
-    with locked(data_dir):
-        for left in data_dir.glob(f"{ARRIVING}*"):
-            if time.time() - left.stat().st_mtime > LONGEST_TRANSFER:
-                shutil.rmtree(left, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=ARRIVING, dir=data_dir))
-        scratch.chmod(0o755)  # mkdtemp's is for its owner alone
-        return scratch
-
-
-def _read(path: Path, start: int) -> bytes:
-    with searched(path.parent), open(path, "rb") as file:
-        file.seek(start)
-        return file.read(BLOCK_BYTES)
-
-
-def _append(scratch: Path | None, name: str, block: bytes) -> None:
-    if scratch:
-        with written(scratch), open(scratch / name, "ab") as file:
-            file.write(block)
-
-
-def _put(scratch: Path, source: Source, digests: Digests) -> Path:
-    """Move files that have arrived to the set's usual place, or to one of their own where that is taken."""
-    if wrong := _differing(scratch, digests):
-        raise UserError(f"{wrong.name} arrived damaged (its SHA-256 differs): start again")
-    with locked(source.data_dir):
-        usual = source.place
-        place = usual if usual and (is_free(usual) or not _differing(usual, digests)) else _received(source, digests)
-        if _differing(place, digests):  # else another process was faster, such as a host's that shares the folder
-            shutil.rmtree(place, ignore_errors=True)
-            os.rename(scratch, place)
-        return place
-
-
-def differences(found: Iterable[tuple[str, str]]) -> str:
-    """Which hosts (or ranks) have which value, in words; empty where all have the same.
-
-    Args:
-        found: host and value, in the order of ranks.
-    """
-    by_thing: dict[str, list[str]] = {}
-    for host, thing in found:
-        by_thing.setdefault(thing, []).append(host)
-    if len(by_thing) == 1:
-        return ""
-    return "; ".join(f"{thing} on {_listed(hosts)}" for thing, hosts in by_thing.items())
-
-
-def _listed(hosts: Sequence[str], most: int = 4) -> str:
-    return ", ".join(hosts[:most]) + f" and {len(hosts) - most} more" * (len(hosts) > most)
-
-
 def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
     """For each rank, the rank that acts for its host: the one whose local rank is 0.
 
@@ -213,18 +116,61 @@ def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
     """
     found: list[int] = []
     for rank, (host, local_rank, local_size) in enumerate(ranks):
-        if local_rank == 0:
-            found.append(rank)
-            continue
         alike = [s for s in dict.fromkeys(found) if ranks[s] == (host, 0, local_size)]
-        found.append(next(s for s in alike if found.count(s) == local_rank))
+        found.append(next(s for s in alike if found.count(s) == local_rank) if local_rank else rank)
     return found
 
 
-def name_hosts(world: World) -> tuple[Hosts, int]:
-    """All hosts in rank order, with unique names, and the rank that acts for this host. A collective."""
-    ranks = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
-    of_rank = speakers(ranks)
-    names = [ranks[speaker][0] for speaker in dict.fromkeys(of_rank)]
-    hosts = {s: ranks[s][0] + f" (rank {s})" * (names.count(ranks[s][0]) > 1) for s in dict.fromkeys(of_rank)}
-    return hosts, of_rank[world.rank]
+def _differing(folder: Path, expected: Digests) -> Path | None:
+    """The first file of a folder that is not as expected."""
+    return next((folder / name for name, digest in expected.items() if digest_of(folder / name) != digest), None)
+
+
+def _found(source: Source, data_dir: Path, onlooker: Onlooker, expected: Digests, host: str) -> Path | None:
+    """The folder in which this host has the set; None: it lacks the set. UserError where its files are not rank 0's."""
+    folder = source.locate(data_dir, onlooker)
+    if folder and (other := _differing(folder, expected)):
+        raise UserError(
+            f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have rank "
+            "0's sent"
+        )
+    return folder
+
+
+def _send(origin: Path, digests: Digests, received: Path | None) -> None:
+    """Broadcast rank 0's files into the folder `received` of ranks that have one. A collective.
+
+    The folder is named after the files' bytes. So jobs that receive at the same time write the same bytes to the same
+    places, and what a killed rank has left is written again.
+    """
+    for name, digest in digests.items():
+        start = 0
+        while block := collectives.on_root(partial(_read, origin / name, start)):
+            collectives.on_every_rank(partial(_write, received, name, start, block))
+            Watch.sign_of_life()
+            start += len(block)
+        collectives.on_every_rank(partial(_complete, received, name, digest))
+
+
+def _read(path: Path, start: int) -> bytes:
+    with searched(path.parent), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(BLOCK_BYTES)
+
+
+def _write(folder: Path | None, name: str, start: int, block: bytes) -> None:
+    if folder:
+        with written(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(os.open(folder / f"{name}{PART}", os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+                file.seek(start)
+                file.write(block)
+
+
+def _complete(folder: Path | None, name: str, digest: str) -> None:
+    """Give a file that has arrived its name. UserError where it is damaged."""
+    if folder and digest_of(folder / name) != digest:  # else another job was faster
+        if digest_of(folder / f"{name}{PART}") != digest:
+            raise UserError(f"{folder / name} arrived damaged (its SHA-256 differs): start again")
+        with written(folder):
+            os.replace(folder / f"{name}{PART}", folder / name)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.data.place import digest_of
+from hvd_cifar.data.host_files import digest_of
 from hvd_cifar.data.synthetic import LAYOUT
-from hvd_cifar.training import sources
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, training, variables
 
@@ -51,7 +50,6 @@ def test_a_host_without_data_is_sent_it(three_hosts: Cluster, drawn: Path) -> No
     done = _train(three_hosts, "data")
     assert done.returncode == 0, done.stderr
     assert "synthetic sent to node2, node3: 157 MB each, SHA-256 checked" in done.stdout
-    expected = _files(drawn)
-    assert _files(folders[1]) == _files(folders[2]) == expected
-    for host in three_hosts:
-        assert not list((host.files / "data").glob(f"{sources.ARRIVING}*"))
+    for host in (three_hosts[1], three_hosts[2]):
+        (received,) = (host.files / "data").glob("received-*")
+        assert _files(received) == _files(drawn) and len(list(received.iterdir())) == len(LAYOUT.files)

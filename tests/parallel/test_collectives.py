@@ -420,7 +420,7 @@ def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce(jobs: Jobs) 
 
 
 def _sums_and_errors() -> dict[str, Any]:
-    from hvd_cifar.data.download import DownloadError
+    from hvd_cifar.data.cifar import DownloadError
     from hvd_cifar.distributed import collectives
     from hvd_cifar.errors import TrainingError, UserError
     from hvd_cifar.runtime.world import start

@@ -23,7 +23,7 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
     from hvd_cifar.config import DataSettings, make
     from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.data.folder import Folder
-    from hvd_cifar.data.place import Onlooker
+    from hvd_cifar.data.host_files import Onlooker
     from hvd_cifar.errors import UserError
     from hvd_cifar.reporting import terminal
     from hvd_cifar.runtime.world import session
@@ -66,13 +66,13 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
             "the same": of_synthetic(embedded, embedded),
             **{what: of_function(what) for what in [*WRONG, "right"]},
         }
-        shown: list[bool] = []
+        shown: list[str] = []
 
-        def locate(folder: Folder, onlooker: Onlooker) -> Path | None:
-            shown.append(onlooker.sees_bar)
+        def locate(folder: Folder, data_dir: Path, onlooker: Onlooker) -> Path | None:
+            onlooker.is_shown("progress")
             return None  # rank 1's host has no such folder
 
-        vars(terminal)["is_watched"] = lambda: True
+        vars(terminal)["complain"] = shown.append
         setattr(Folder, "locate", locate)  # noqa: B010
         return {**found, "folder, sent": of_folder(), "shown": shown.copy(), "folder, there": of_folder()}
 
@@ -129,8 +129,7 @@ def test_a_host_without_the_folder_is_sent_the_decoded_images_once(cases: Cases)
     ]
     assert by_rank[0]["folder, there"]["said"] == []
     assert not (place / "empty" / "of-rank-0").exists()  # beside the images is enough
-    # The first host besides rank 0's draws a progress bar while it decodes.
-    assert [of_rank["shown"] for of_rank in by_rank] == [[], [True]]
+    assert [of_rank["shown"] for of_rank in by_rank] == [[], ["progress"]]  # of the first host besides rank 0's
     received = [path.name[:9] for path in (place / "empty" / "of-rank-1").iterdir() if path.is_dir()]
     assert received == ["received-"]
 

@@ -58,17 +58,6 @@ def test_draws_are_uniform_and_differ_by_column_epoch_and_seed() -> None:
         assert np.abs(np.corrcoef(first[:, 0], other[:, 0])[0, 1]) < 0.03
 
 
-def test_tutorial_crop_takes_the_right_pixels_and_mirrors_them() -> None:
-    images = _images(2)
-    # Offsets 8 * draw of 9 places: 0.5 -> 4, 0.99 -> 8. Flip below 0.5. Brightness 0 at 0.5, contrast 1 at 0.5.
-    draw = _draws([[0.5, 0.99, 0.9, 0.5, 0.5], [0.0, 0.5, 0.1, 0.5, 0.5]])
-    got = TUTORIAL.train(images, draw)
-    plain = images[0, 4:28, 8:32].astype(np.float32)
-    mirrored = images[1, 0:24, 4:28][:, ::-1].astype(np.float32)
-    for image, cut in zip(got, (plain, mirrored), strict=True):
-        assert np.allclose(image, (cut - cut.mean()) / cut.std(), atol=1e-4)
-
-
 def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
     images = _images(4)
     draw = augment.draws(1, 2, np.arange(4))

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import cifar
-from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
-from hvd_cifar.data.download import DownloadError
-from hvd_cifar.data.place import Onlooker
-from hvd_cifar.data.records import FileImages, RecordFile
+from hvd_cifar.data.cifar import CIFAR10, CIFAR100, DownloadError, Layout
+from hvd_cifar.data.host_files import Onlooker
+from hvd_cifar.data.images import FileImages, RecordFile
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
@@ -126,36 +124,6 @@ def test_any_order_of_images_is_read_as_from_an_array(tmp_path: Path) -> None:
     assert images[np.array([], np.int64)].shape == (0, 4, 5, 3)
 
 
-def test_one_changed_pixel_is_not_the_published_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = CIFAR10.read(write_sparse(tmp_path / "set", CIFAR10))
-    assert cifar.is_published(dataset) is False
-    assert cifar.is_published(replace(dataset, name="synthetic")) is None
-    monkeypatch.setattr(cifar, "CIFAR10", replace(CIFAR10, channel_sums=(0, 0, 0)))
-    assert cifar.is_published(dataset) is True
-    with (tmp_path / "set" / "data_batch_5.bin").open("r+b") as opened:
-        opened.seek(-1, 2)
-        opened.write(bytes([1]))
-    assert cifar.is_published(dataset) is False
-
-
-@pytest.mark.parametrize("name", ["data_batch_1.bin", "data_batch_5.bin", "test_batch.bin"])
-@pytest.mark.parametrize("size", [None, 0, 30_729_999, 30_726_927, 30_730_001, 30_733_073])
-def test_a_file_that_is_missing_or_of_another_length_is_named(tmp_path: Path, name: str, size: int | None) -> None:
-    folder = write_sparse(tmp_path / "set", CIFAR10)
-    if size is None:
-        (folder / name).unlink()
-    else:
-        with open(folder / name, "r+b") as file:
-            file.truncate(size)
-    with pytest.raises(UserError, match=re.escape(str(folder / name))) as caught:
-        CIFAR10.read(folder)
-    message = str(caught.value)
-    assert "30,730,000" in message
-    assert "\n" not in message
-    if size is not None:
-        assert f"{size:,} bytes" in message
-
-
 @pytest.mark.parametrize(
     ("layout", "name", "offset", "label", "message"),
     [
@@ -200,15 +168,19 @@ def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
-@pytest.mark.parametrize("file", ["data_batch_1.bin", "data_batch_4.bin", "test_batch.bin"])
-@pytest.mark.parametrize("size", [None, 30_729_999, 30_730_001])
-def test_a_damaged_set_is_an_error_under_auto_too(tmp_path: Path, name: str, file: str, size: int | None) -> None:
+@pytest.mark.parametrize("file", ["data_batch_1.bin", "test_batch.bin"])
+@pytest.mark.parametrize("size", [None, 30_729_999, 30_733_073])
+def test_a_file_that_is_missing_or_of_another_length_is_named_under_auto_too(
+    tmp_path: Path, name: str, file: str, size: int | None
+) -> None:
     folder = write_sparse(tmp_path / "set", CIFAR10)
     if size is None:
         (folder / file).unlink()
     else:
-        with open(folder / file, "r+b") as opened:
-            opened.truncate(size)
-    with pytest.raises(UserError, match=file) as caught:
-        prepared_folder(name, folder)
-    assert not isinstance(caught.value, DownloadError)
+        os.truncate(folder / file, size)
+    found = "no length (No such file or directory)" if size is None else f"{size:,} bytes"
+    wanted = f"{folder / file} has {found} instead of 30,730,000: restore it, or move {folder} away"
+    for use in (lambda: prepared_folder(name, folder), lambda: CIFAR10.read(folder)):
+        with pytest.raises(UserError, match=re.escape(wanted)) as caught:
+            use()
+        assert not isinstance(caught.value, DownloadError) and "\n" not in str(caught.value)

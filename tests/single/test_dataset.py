@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvd_cifar.data import dataset as module
-from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
+from hvd_cifar.data import images as module
+from hvd_cifar.data.dataset import Dataset, Examples
+from hvd_cifar.data.images import channel_statistics
 from hvd_cifar.errors import UserError
 
 
@@ -43,13 +44,6 @@ def test_class_names_are_text(names: Any) -> None:
     assert all(type(name) is str for name in _dataset(class_names=names).class_names)
 
 
-@pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "int64", "uint64"])
-def test_labels_of_any_integer_type_also_in_a_column(kind: str) -> None:
-    labels = np.array([0, 1, 2, 0, 1, 2, 0])
-    assert _dataset(train_labels=labels.astype(kind)).train.labels.tolist() == labels.tolist()
-    assert _dataset(train_labels=labels.astype(kind)[:, None]).train.digest == _dataset().train.digest
-
-
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_grey_images_are_of_one_channel(channels: int) -> None:
     many = _dataset(train_images=_images(7, 6, 5, channels), test_images=_images(3, 6, 5, channels))
@@ -62,7 +56,7 @@ def test_tensors_are_taken() -> None:
     import tensorflow as tf
 
     images, labels = tf.constant(_images(7)), tf.constant([0, 1, 2, 0, 1, 2, 0])
-    assert _dataset(train_images=images, train_labels=labels).digest == _dataset().digest
+    assert _dataset(train_images=images, train_labels=labels[:, None]).digest == _dataset().digest
     with pytest.raises(UserError, match="the training images are float32"):
         _dataset(train_images=tf.cast(images, tf.float32))
 
@@ -92,7 +86,6 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
         ({"train_labels": [0.0] * 7}, r"the training labels are float64 of shape \[7\]: give integers"),
         ({"train_labels": [True] * 7}, "the training labels are bool"),
         ({"train_labels": np.eye(7, dtype=int)}, r"the training labels are int64 of shape \[7, 7\]"),
-        ({"train_labels": [[0], [1, 2]]}, "the training labels are no array .*: give integers"),
         ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
         ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
         (
@@ -102,7 +95,6 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
         ({"train_labels": [0] * 7, "test_labels": [0] * 3}, "all labels are 0: give examples of two or more classes"),
         ({"train_labels": [0] * 7, "test_labels": [0] * 3, "class_names": ["a"]}, "all labels are 0: give"),
         ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
-        ({"class_names": ["a", "b", "c", "b"]}, "class_names has b twice"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_line(changed: dict[str, Any], message: str) -> None:
@@ -197,10 +189,10 @@ def test_a_source_s_digest_stands_for_its_images(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.astype(np.float32), "image 0 of a _Source is float32 of shape .5, 4, 3.: give each as uint8"),
+        (lambda a: a.astype(np.float32), "image 0 of a _Source is float32 of shape .5, 4, 3..*: give each as uint8"),
         (
             lambda a: [*a[:6], a[6, :3]],
-            r"image 6 of a _Source is uint8 of shape .3, 4, 3., and the first one 5 x 4 x 3",
+            r"image 6 of a _Source is uint8 of shape .3, 4, 3., and the first one's is .5, 4, 3.",
         ),
         (lambda a: a[:0], "images are empty"),
     ],

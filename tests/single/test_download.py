@@ -1,4 +1,7 @@
-"""The download, against an HTTP server of the test's own: whole, once a host, refused, wrong, and cut."""
+"""The download, against an HTTP server of the test's own: whole, refused, wrong, and cut.
+
+That one process makes a set for all, and what a killed one leaves, is in test_synthetic.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,25 @@ import io
 import random
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pooch
 import pytest
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import download, place, source
-from hvd_cifar.data.cifar import CIFAR10
-from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
-from hvd_cifar.data.place import NOBODY, Onlooker
+from hvd_cifar.data import cifar, host_files, source
+from hvd_cifar.data.cifar import CHUNK_BYTES, CIFAR10, DownloadError
+from hvd_cifar.data.host_files import NOBODY, Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
-from tests.ranks import CHECKOUT
 
 SECONDS = 60  # longer than anything here may take
 PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy")
@@ -81,18 +80,17 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def pack(members: list[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
-    """A .tar.gz of these members; a plain name is a regular file."""
+def pack(members: list[tuple[str, bytes]]) -> bytes:
+    """A .tar.gz of files with these names."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as tar:
-        for member, content in members:
-            info = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
+        for name, content in members:
+            info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return file.getvalue()
 
 
-FILES: list[tuple[str | tarfile.TarInfo, bytes]]
 FILES = [(f"{CIFAR10.folder}/{name}", bytes(CIFAR10.bytes_of(name))) for name in CIFAR10.files]
 
 
@@ -124,7 +122,7 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
 def direct_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(download, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(pooch.core, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 def md5(content: bytes) -> str:
@@ -151,32 +149,6 @@ def assert_nothing(data_dir: Path) -> None:
     assert {path.name for path in data_dir.iterdir()} <= {".lock"}
 
 
-def start(server: Server, data_dir: Path, *limit: int) -> subprocess.Popen[str]:
-    """A process that says "ready", downloads, and prints the folder or the error."""
-    program = (
-        "import resource, sys; from dataclasses import replace; from pathlib import Path\n"
-        "from hvd_cifar.config import DataSettings, make; from hvd_cifar.data import source\n"
-        "from hvd_cifar.errors import UserError\n"
-        "folder, url, md5, *limit = sys.argv[1:]; print('ready', flush=True)\n"
-        "if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit[0]), int(limit[0])))\n"
-        "source.LAYOUTS['cifar10'] = replace(source.CIFAR10, md5=md5)\n"
-        "given = {'dataset': 'cifar10', 'data_dir': folder, 'data_url': url}\n"
-        "try: print(source.prepare(make(DataSettings, given))[1])\n"
-        "except UserError as error: print(type(error).__name__, error)"
-    )
-    words = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body), *map(str, limit)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def test_whole_download_then_none(
     server: Server, bring: Any, data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,10 +163,12 @@ def test_whole_download_then_none(
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_is_drawn_on_stderr_when_asked_for(bring: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    bring(Onlooker(sees_bar=True))
-    out, err = capfd.readouterr()
-    assert out == "" and "CIFAR-10" in err
+def test_progress_is_shown(bring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
+    shown: list[str] = []
+    bring(Onlooker(is_shown=shown.append))
+    pattern = r"hvd_cifar: downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
+    assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown)
 
 
 @pytest.mark.parametrize("fails", [[503], [404, "/elsewhere"], [500, 500]])
@@ -203,53 +177,29 @@ def test_a_failure_of_the_server_is_tried_again(server: Server, bring: Any, fail
     assert bring().is_dir() and server.asked == 1 + len(fails)
 
 
-def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
-    server.hold = 1000
-    processes = [start(server, data_dir) for _ in range(2)]
-    time.sleep(0.5)  # for the second to come to the lock, or, without one, to the server
-    server.release.set()
-    for process in processes:
-        out, _ = process.communicate(timeout=SECONDS)
-        assert (process.returncode, out) == (0, f"{data_dir / CIFAR10.folder}\n")
-    assert server.asked == 1
-
-
-def test_what_a_killed_process_left_is_removed(server: Server, bring: Any, data_dir: Path) -> None:
-    server.hold = len(server.body) // 2
-    process = start(server, data_dir)
-    scratch = data_dir / place.SCRATCH
-    wait_until(lambda: scratch.is_dir() and any(scratch.iterdir()))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(SECONDS) == -signal.SIGKILL
-    server.hold = None
-    bring()  # the lock of the dead is free
-    assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_watchdog_is_told_while_the_holder_of_the_lock_works(
-    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not where the holder is stopped."""
-    monkeypatch.setattr(place, "SECONDS_BETWEEN_LOOKS", 0.01)
-    signs: list[None] = []
-    ready = threading.Event()
+def test_who_waits_for_the_lock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tells a watchdog that it lives."""
+    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.01)
+    signs: list[str] = []
+    ready, free = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with place.locked(tmp_path) as told:
+        with host_files.locked(tmp_path):
             ready.set()
-            for _ in range(1000 if works else 10):
-                if works:
-                    told.is_told()
-                if len(signs) == 3:
-                    break
-                time.sleep(0.02)
+            free.wait(SECONDS)
+
+    def seen(line: str = "a sign of life") -> None:
+        signs.append(line)
+        free.set()
 
     thread = threading.Thread(target=hold)
     thread.start()
     ready.wait(SECONDS)
-    with place.locked(tmp_path, Onlooker(is_told=lambda: signs.append(None))):
-        assert (len(signs) >= 3) == works and (works or not signs)
+    with host_files.locked(tmp_path, Onlooker(is_told=seen, is_shown=seen)):
+        assert signs[:2] == [
+            "a sign of life",
+            f"hvd_cifar: waiting for another process, which makes files in {tmp_path}",
+        ]
     thread.join()
 
 
@@ -258,7 +208,7 @@ def test_a_wrong_checksum_names_both_and_leaves_nothing(server: Server, data_dir
     with pytest.raises(UserError, match=f"not the archive of CIFAR-10 .*{CIFAR10.md5}.*{md5(server.body)}") as caught:
         prepare(settings(server.url, data_dir, name), Onlooker(is_warned=pytest.fail))
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
-    assert server.asked == 1 and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert_nothing(data_dir)
 
 
@@ -276,7 +226,6 @@ def closed_port() -> str:
         ("silent", "Read timed out"),
         ("nobody", "Connection refused"),
         ("no host", "nowhere.invalid"),  # a name that no resolver may know, RFC 6761
-        ("proxy", "Connection refused"),
         ("proxy that is none", "not a valid host or port"),
         ("certificates", "CA certificate"),
     ],
@@ -289,9 +238,9 @@ def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
         server.fails = [404] * 3
     server.cut = 1000 if fault == "cut" else None
     server.hold = 1000 if fault == "silent" else None
-    monkeypatch.setattr(download, "TIMEOUT", (10.0, 0.2))
-    if "proxy" in fault:
-        monkeypatch.setenv("http_proxy", f"http://{closed_port()}" if fault == "proxy" else "http://[")
+    monkeypatch.setattr(cifar, "TIMEOUT", (10.0, 0.2))
+    if fault == "proxy that is none":
+        monkeypatch.setenv("http_proxy", "http://[")
     if fault == "certificates":
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(data_dir / "none.pem"))
         url = url.replace("http:", "https:")
@@ -309,38 +258,8 @@ def test_an_address_that_is_none_is_refused_with_the_settings(url: str) -> None:
         make(DataSettings, {"data_url": url})
 
 
-def test_nothing_of_an_archive_but_the_set_s_files_is_written(server: Server, bring: Any, data_dir: Path) -> None:
-    outside = data_dir.parent / "outside"
-    odd: list[tuple[str | tarfile.TarInfo, bytes]] = [("../outside", b""), (str(outside), b"")]
-    for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "x"), (tarfile.FIFOTYPE, "")):
-        info = tarfile.TarInfo(f"{CIFAR10.folder}/{CIFAR10.names_file}")
-        info.type, info.linkname = kind, target
-        odd.append((info, b""))
-    server.body = pack([*odd, *FILES])
-    assert sorted(path.name for path in bring().iterdir()) == sorted(CIFAR10.files)
-    assert not outside.exists()
-    assert (data_dir / CIFAR10.folder).stat().st_mode & 0o055 == 0o055  # others may read it
-
-
 def test_an_archive_that_lacks_a_file(server: Server, bring: Any, data_dir: Path) -> None:
     server.body = pack(FILES[1:])
-    with pytest.raises(UserError, match=r"data_batch_1.bin \(No such file"):
+    with pytest.raises(UserError, match=r"data_batch_1.bin has no length \(No such file"):
         bring()
-    assert_nothing(data_dir)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match=rf"cannot write {tmp_path}/file.*Not a directory"),
-        place.locked(tmp_path / "file" / "data"),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("limit", [500_000, 5_000_000])
-def test_a_disk_that_is_full(server: Server, data_dir: Path, limit: int) -> None:
-    """A limit on the size of files stands in for the disk: while downloading, and while unpacking."""
-    out, _ = start(server, data_dir, limit).communicate(timeout=SECONDS)
-    assert re.fullmatch(r"UserError cannot write .*File too large.*--data-dir\n", out)
     assert_nothing(data_dir)

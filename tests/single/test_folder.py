@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import cache, place
 from hvd_cifar.data import folder as module
-from hvd_cifar.data.cifar import is_published
+from hvd_cifar.data import host_files
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.folder import CACHE, Folder
-from hvd_cifar.data.pictures import decode, read_image
-from hvd_cifar.data.place import NOBODY, Onlooker
+from hvd_cifar.data.folder import CACHE, IMAGES, Folder
+from hvd_cifar.data.host_files import NOBODY, Onlooker
+from hvd_cifar.data.pictures import read_image
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
@@ -55,13 +53,12 @@ def birds(tmp_path: Path) -> Path:
     return path
 
 
-def _folder(path: Path) -> Folder:
-    return Folder(path, path.parent / "data")
+def _prepare(path: Path, onlooker: Onlooker = NOBODY) -> Path:
+    return Folder(path).prepare(path.parent / "data", onlooker)
 
 
 def _read(path: Path, onlooker: Onlooker = NOBODY) -> Dataset:
-    source = _folder(path)
-    return source.read(source.prepare(onlooker))
+    return Folder(path).read(_prepare(path, onlooker))
 
 
 def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
@@ -82,7 +79,7 @@ def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
 def test_a_folder_has_no_built_in_set_s_name(birds: Path) -> None:
     named = birds.rename(birds.with_name("cifar10"))
     dataset = _read(named)
-    assert dataset.name == "folder:cifar10" and is_published(dataset) is None
+    assert dataset.name == "folder:cifar10"
 
 
 def test_other_layouts_and_formats(birds: Path) -> None:
@@ -114,14 +111,6 @@ def test_grey_images_have_one_channel_unless_one_is_coloured(birds: Path) -> Non
     assert coloured.image_shape == (6, 5, 3)
     assert (coloured.train.images[np.array([0])][0] == _pixels(6, 6, 5)[:, :, None]).all()
     assert (coloured.test.images[np.array([5])][0] == _pixels(7)).all()
-
-
-def test_palettes_and_transparency_become_colours(birds: Path) -> None:
-    with Image.open(birds / "train" / "ant" / "1.png") as image:
-        image.quantize(256).save(birds / "train" / "ant" / "1.png")  # 30 pixels: every colour is kept
-    _save(birds / "train" / "ant" / "2.png", np.dstack([_pixels(2), _pixels(77, 6, 5)]))
-    found = _read(birds).train.images[np.array([1, 2])]
-    assert (found == [_pixels(1), _pixels(2)]).all()
 
 
 def test_one_other_size_is_named(birds: Path) -> None:
@@ -213,22 +202,22 @@ def test_another_layout_is_refused_in_one_line(birds: Path, change: Any, message
 
 def test_folders_that_cannot_be_searched_are_named(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = birds.parent / ("x" * 300)
-    for use in (_folder(long).locate, lambda: _read(long)):
+    for use in (lambda: Folder(long).locate(birds), lambda: _read(long)):
         with pytest.raises(UserError, match=f"cannot read {long}: File name too long: allow reading there, or"):
             use()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # so that the cache is in the data folder
     with pytest.raises(UserError, match=f"cannot write {long}/folder-birds-.*: File name too long"):
-        Folder(birds, long).prepare()
+        Folder(birds).prepare(long)
 
 
 def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = _folder(birds).prepare()
+    first = _prepare(birds)
     before = _read(birds)
-    monkeypatch.setattr(cache, "make", lambda *_: pytest.fail("decoded it again"))
-    assert _folder(birds).prepare() == first
+    monkeypatch.setattr(Folder, "_make", lambda *_: pytest.fail("decoded it again"))
+    assert _prepare(birds) == first
     monkeypatch.undo()
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))
-    second = _folder(birds).prepare()
+    second = _prepare(birds)
     assert second != first and not first.exists()
     assert _read(birds).digest == before.digest
     (birds / "train" / "ant" / "0.png").rename(birds / "train" / "bee" / "9.png")
@@ -243,22 +232,20 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     birds: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    source = _folder(birds)
-    place = source.prepare()
+    place, source = _prepare(birds), Folder(birds)
     assert place.parent.parent == birds.parent / "data" and place.parent.name.startswith("folder-birds-")
-    assert source.prepare() == place and not (birds / CACHE).exists()
+    assert _prepare(birds) == place and not (birds / CACHE).exists()
     before = source.read(place)
-    assert before.digest == source.read(place).digest
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))  # as on another host, which shares the data folder
-    other = source.prepare()
+    other = _prepare(birds)
     assert other != place and source.read(place).digest == source.read(other).digest == before.digest
 
 
 def test_a_cache_that_others_made_serves_who_may_not_write(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = _folder(birds).prepare()
+    place = _prepare(birds)
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and may(path, mode))
-    assert _folder(birds).prepare() == place and not (birds.parent / "data").exists()
+    assert _prepare(birds) == place and not (birds.parent / "data").exists()
 
 
 def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -267,8 +254,6 @@ def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]
         (birds / part / "cat").rename(birds / part / f"cat{odd}")
     (birds / "train" / "bee" / "3.png").rename(birds / "train" / "bee" / f"{odd}.png")
     birds = birds.rename(birds.with_name(f"birds{odd}"))
-    _folder(birds).prepare(Onlooker(sees_bar=True))
-    assert "decoding birds\\xe9" in capfd.readouterr().err
     dataset = _read(birds)
     assert (dataset.name, dataset.class_names) == ("birds\\xe9", ("ant", "bee", "cat\\xe9"))
     (birds / "test" / f"dog{odd}").mkdir()
@@ -278,74 +263,40 @@ def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]
     assert "birds\\udce9: test/dog\\udce9 is no class of train" in capfd.readouterr().err
 
 
-class Killed(BaseException):
-    """Stands for a signal."""
-
-
-@pytest.mark.parametrize("cut", [0, 100])
-def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the file of images is shorter than what was written: no image may become zeros."""
-    monkeypatch.setattr(cache, "CHUNK", 3)
-    damaged = birds / "train" / "ant" / "0.png"
-    damaged.write_bytes(b"")
-    decoded = []
-
-    def counted(path: Path, *given: Any) -> Any:
-        decoded.append(path)
-        if len(decoded) > 14:  # in the test part: 12 images are of the training part
-            raise Killed
-        return decode(path, *given)
-
-    monkeypatch.setattr(cache, "decode", counted)
-    signs: list[None] = []
-    source = replace(_folder(birds), max_unreadable=1)
-    with pytest.raises(Killed):
-        source.prepare()
-    (part,) = (path for path in (birds / CACHE).iterdir() if path.is_dir())
-    assert part.name.endswith(".part")
-    os.truncate(part / cache.IMAGES, 11 * 90 - cut)
-    decoded.clear()
-    found = source.read(source.prepare(Onlooker(is_told=lambda: signs.append(None))))
-    # The damaged one, to name it, six of the test part, and the two images of 90 bytes that were cut.
-    assert len(decoded) == (9 if cut else 7) and decoded[0] == damaged
-    assert len(signs) == (4 if cut else 3)  # of life, for a watchdog: after the heads, and after each chunk
-    shutil.rmtree(birds / CACHE)
-    monkeypatch.undo()
-    assert found.digest == source.read(source.prepare()).digest and len(found.train) == 11
-
-
 def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
 
     @contextmanager
-    def waited(home: Path, onlooker: Onlooker) -> Iterator[Onlooker]:
+    def waited(home: Path, onlooker: Onlooker) -> Iterator[None]:
         monkeypatch.undo()
-        _folder(birds).prepare()  # the other process, which has the lock meanwhile
-        monkeypatch.setattr(cache, "make", lambda _, place, *__: calls.append(place))
-        yield onlooker
+        _prepare(birds)  # the other process, which has the lock meanwhile
+        monkeypatch.setattr(Folder, "_make", lambda _, __, place, *___: calls.append(place))
+        yield
 
     monkeypatch.setattr(module, "locked", waited)
-    assert _folder(birds).prepare().is_dir()
+    assert _prepare(birds).is_dir()
     assert not calls
 
 
 @pytest.mark.parametrize("damage", ["a pixel", "a cut", "no description", "another description"])
 def test_a_damaged_cache_is_made_again(birds: Path, damage: str) -> None:
-    source, expected = _folder(birds), _read(birds).digest
-    place = source.prepare()
+    source, expected = Folder(birds), _read(birds).digest
+    place = _prepare(birds)
     if damage == "a pixel":
-        content = bytearray((place / cache.IMAGES).read_bytes())
+        content = bytearray((place / IMAGES).read_bytes())
         content[17] ^= 1
-        (place / cache.IMAGES).write_bytes(content)
+        (place / IMAGES).write_bytes(content)
     elif damage == "a cut":
-        os.truncate(place / cache.IMAGES, 200)
+        os.truncate(place / IMAGES, 200)
         with pytest.raises(UserError, match=rf"{place} is damaged \(images.bin does not hold 18 images.*\): remove it"):
             source.read(place)  # the files of another host are not made again
     elif damage == "no description":
         (place / "about.json").unlink()
     else:
         (place / "about.json").write_text("[]")
-    assert source.prepare() == place and source.read(place).digest == expected
+    (place.parent / f"{place.name}.part").mkdir()  # a killed process has left it
+    assert _prepare(birds) == place and source.read(place).digest == expected
+    assert [path.name for path in place.parent.iterdir() if path.is_dir()] == [place.name]
 
 
 def test_all_unusable_images_are_named_at_once(birds: Path) -> None:
@@ -381,26 +332,6 @@ def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
     ]
 
 
-def test_a_class_s_name_holds_no_control_characters(birds: Path) -> None:
-    for part in ("train", "test"):
-        (birds / part / "bee").rename(birds / part / "bee\x1b[31m\nred")
-    assert _read(birds).class_names == ("ant", "bee\\x1b[31m\\nred", "cat")
-
-
-def test_images_are_upright_in_training_as_in_predict(tmp_path: Path) -> None:
-    """By the orientation that cameras write into their files."""
-    for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        for part in ("train/bee", "test/bee", "train/ant", "test/ant"):
-            path = tmp_path / f"birds{orientation}" / part / "0.jpg"
-            path.parent.mkdir(parents=True)
-            Image.fromarray(_pixels(orientation, 6, 5, 3)).save(path, exif=exif)
-        (image,) = _read(tmp_path / f"birds{orientation}").train.images[:1]
-        assert np.array_equal(image, read_image(path, 3)), orientation
-        assert image.shape == ((6, 5, 3) if orientation < 5 else (5, 6, 3))
-
-
 def test_a_full_disk_is_told_and_keeps_nothing(birds: Path) -> None:
     """A limit on the size of files stands in for the disk."""
     program = (
@@ -412,22 +343,10 @@ def test_a_full_disk_is_told_and_keeps_nothing(birds: Path) -> None:
     assert [path.name for path in (birds / CACHE).iterdir()] in ([], [".lock"])
 
 
-def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _folder(birds).prepare(Onlooker(sees_bar=True))
-    out, err = capfd.readouterr()
-    assert out == "" and "decoding birds" in err and "18/18" in err
-
-
-def test_progress_is_told_in_lines_where_nobody_watches(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "CHUNK", 3)
-    monkeypatch.setattr(place, "SECONDS_BETWEEN_LINES", 0.0)
-    said: list[str] = []
-    _folder(birds).prepare(Onlooker(is_warned=said.append))
+def test_progress_is_shown_in_lines(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 3)
+    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
+    shown: list[str] = []
+    _prepare(birds, Onlooker(is_shown=shown.append))
     pattern = r"hvd_cifar: decoding birds: (\d+) of 18 images, [\d,]+ a second, \d+ s left"
-    assert [int(found[1]) for line in said if (found := re.fullmatch(pattern, line))] == [6, 9, 12, 15, 18]
-
-
-@pytest.mark.parametrize("name", ["birds{1}", "birds{x}", "birds [v2]", "birds[bold]"])
-def test_progress_shows_any_name(birds: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    _folder(birds.rename(birds.with_name(name))).prepare(Onlooker(sees_bar=True))
-    assert f"decoding {name} " in capfd.readouterr().err
+    assert [int(found[1]) for line in shown if (found := re.fullmatch(pattern, line))] == [3, 6, 9, 12, 15, 18]

@@ -56,12 +56,6 @@ def test_images_are_shrunk_as_tensorflow_does(side: int) -> None:
     assert np.allclose(shrink(constant, side), 1.0, rtol=1e-14)
 
 
-def test_images_that_are_not_square_keep_their_proportions() -> None:
-    images = tf.constant(np.random.default_rng(0).normal(size=(2, 12, 20, 1)), tf.float64)
-    expected = tf.image.resize(images, (6, 10), antialias=True)
-    assert np.allclose(shrink(images, 6), expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("shape", "given", "sizes"),
     [

@@ -133,12 +133,6 @@ def test_going_on_in_the_middle_gives_the_same_batches(first: int) -> None:
             assert all((a == b).all() for a, b in zip(then, now, strict=True))
 
 
-def test_nothing_is_left_when_all_steps_are_done() -> None:
-    assert _batches(2, 8, 6, 6) == [[], []]
-    assert _batches(2, 8, 9, 6) == [[], []]
-    assert _batches(2, 8, 8, 7) == [[], []]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 30])
 def test_evaluation_sees_every_example_once(size: int) -> None:
     labels: list[int] = []
@@ -146,14 +140,6 @@ def test_evaluation_sees_every_example_once(size: int) -> None:
         batches = evaluation_batches(_examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size)
         labels += [int(v) for _, label in batches for v in label]
     assert sorted(labels) == sorted(_examples().labels.tolist())
-    few: list[int] = []
-    for rank in range(size):
-        chosen = sampler.spread(7, len(_examples()))
-        batches = evaluation_batches(
-            _examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size, chosen=chosen
-        )
-        few += [int(v) for _, label in batches for v in label]
-    assert sorted(few) == sorted(_examples().labels[chosen].tolist())
 
 
 def test_batches_are_made_a_few_ahead() -> None:

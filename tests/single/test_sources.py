@@ -1,21 +1,18 @@
-"""Which rank speaks for which host, and how hosts with different data are told."""
+"""Which rank acts for which host, names of data sets, and how files come from rank 0 to the other hosts."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvd_cifar import config, use_settings
-from hvd_cifar.data.place import NOBODY, digest_of
-from hvd_cifar.data.source import Source
+from hvd_cifar.data.host_files import NOBODY, digest_of
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import sources
-from hvd_cifar.training.sources import differences, speakers
+from hvd_cifar.training.sources import speakers
 
 
 def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[str, int, int]], list[int]]:
@@ -42,13 +39,6 @@ def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[s
 def test_every_host_has_a_speaker_also_where_names_repeat(hosts: list[tuple[str, int]], in_turn: bool) -> None:
     ranks, expected = _ranks(*hosts, in_turn=in_turn)
     assert speakers(ranks) == expected
-
-
-def test_hosts_with_different_data_are_named_in_the_order_of_the_ranks() -> None:
-    assert differences([("a", "x"), ("b", "x")]) == ""
-    assert differences([("c", "y"), ("a", "x"), ("b", "y")]) == "y on c, b; x on a"
-    many = [(f"n{i}", "x") for i in range(64)]
-    assert differences([*many, ("odd", "y")]) == "x on n0, n1, n2, n3 and 60 more; y on odd"
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10", "cifar100", "synthetic", "folder:/a/b", "/a/b.py:load", "a.b:c"])
@@ -84,11 +74,14 @@ def test_what_is_no_name_of_a_data_set_is_told_what_there_is(name: str) -> None:
 FILES = {"a.bin": b"first", "b.bin": b"second"}
 
 
-def _source(data_dir: Path, locate: Path | None = None) -> Source:
-    """A set of two small files, whose usual place is `data_dir`/set."""
-    return Source(
-        "set", data_dir, tuple(FILES), data_dir / "set", lambda _: locate, lambda _: data_dir, lambda _: pytest.fail()
-    )
+class Source:
+    """A set of two small files in a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def locate(self, *_: Any) -> Path | None:
+        return self.folder
 
 
 def _write(folder: Path, **changed: bytes) -> Path:
@@ -105,63 +98,43 @@ def _digests(folder: Path) -> dict[str, str]:
 def test_a_host_with_another_set_is_named(tmp_path: Path) -> None:
     expected = _digests(_write(tmp_path / "root"))
     same, other = _write(tmp_path / "same"), _write(tmp_path / "other", b=b"spoilt")
-    source = _source(tmp_path / "data")
-    assert sources._find(replace(source, locate=lambda _: same), expected, "host", NOBODY) == same
-    assert sources._find(source, expected, "host", NOBODY) is None
-    source = replace(source, locate=lambda _: other)
+
+    def found(folder: Path | None) -> Path | None:
+        source: Any = Source(folder)
+        return sources._found(source, tmp_path, NOBODY, expected, "host")
+
+    assert found(same) == same and found(None) is None
     with pytest.raises(UserError, match=rf"^host: {other}/b.bin is damaged or not rank 0's .*: move {other} away"):
-        sources._find(source, expected, "host", NOBODY)
+        found(other)
     (other / "b.bin").unlink()
     with pytest.raises(UserError, match="b.bin is damaged or not rank 0's"):
-        sources._find(source, expected, "host", NOBODY)
+        found(other)
 
 
-def _receive(source: Source, digests: dict[str, str], **changed: bytes) -> Path:
-    scratch = sources._scratch(source.data_dir)
+def test_files_arrive_whole_or_not_at_all_also_where_two_jobs_receive_them(tmp_path: Path) -> None:
+    expected, folder = _digests(_write(tmp_path / "root")), tmp_path / "data" / "received"
     for name, content in FILES.items():
-        for byte in changed.get(name[0], content):
-            sources._append(scratch, name, bytes([byte]))
-    try:
-        return sources._put(scratch, source, digests)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def test_received_files_come_to_the_usual_place_or_to_one_of_their_own(tmp_path: Path) -> None:
-    expected, source = _digests(_write(tmp_path / "root")), _source(tmp_path / "data")
-    for _ in range(2):  # the second time another process has been faster
-        assert _receive(source, expected) == tmp_path / "data" / "set"
-    assert _digests(tmp_path / "data" / "set") == expected
-    assert (tmp_path / "data" / "set").stat().st_mode & 0o055 == 0o055
-    shutil.rmtree(tmp_path / "data")
-    users = _write(tmp_path / "data" / "set", a=b"mine")
-    received = _receive(source, expected)
-    assert received.name.startswith("received-") and _digests(received) == expected
-    assert (users / "a.bin").read_bytes() == b"mine"
-    (received / "a.bin").write_bytes(b"damaged")  # a set that was received before, and is damaged, is replaced
-    assert _receive(source, expected) == received and _digests(received) == expected
-    assert sources._find(source, expected, "host", NOBODY) == received  # the next start finds it
-    shutil.rmtree(users)
-    users.symlink_to(tmp_path)  # a link is not written through
-    assert _receive(source, expected) == received
-
-
-def test_a_wrong_byte_is_noticed(tmp_path: Path) -> None:
-    expected, source = _digests(_write(tmp_path / "root")), _source(tmp_path / "data")
-    with pytest.raises(UserError, match=r"b\.bin arrived damaged"):
-        _receive(source, expected, b=b"sec0nd")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
-
-
-def test_what_a_killed_rank_left_is_removed_after_a_day(tmp_path: Path) -> None:
-    left, living = sources._scratch(tmp_path), sources._scratch(tmp_path)
-    os.utime(left, (0, 0))
-    assert sources._scratch(tmp_path).is_dir()
-    assert living.is_dir() and not left.exists()
+        for start in range(0, len(content), 2):
+            sources._write(folder, name, start, content[start : start + 2])
+            if start == 2:
+                sources._write(folder, name, 0, content[:2])  # of the other job
+        assert not (folder / name).exists()
+        sources._complete(folder, name, expected[name])
+        sources._write(folder, name, 2, content[2:])
+        sources._complete(folder, name, expected[name])
+    assert _digests(folder) == expected and (folder / "a.bin").stat().st_mode & 0o044 == 0o044
+    (folder / "a.bin").write_bytes(b"damaged")
+    sources._write(folder, "a.bin", 0, b"f1rst")
+    with pytest.raises(UserError, match=r"a\.bin arrived damaged"):
+        sources._complete(folder, "a.bin", expected["a.bin"])
+    sources._write(folder, "a.bin", 0, b"first")
+    sources._complete(folder, "a.bin", expected["a.bin"])
+    assert _digests(folder) == expected
 
 
 def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot write .*gone/a.bin: No such file or directory: free space"):
-        sources._append(tmp_path / "gone", "a.bin", b"x")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write .*file/data: Not a directory: free space"):
+        sources._write(tmp_path / "file" / "data", "a.bin", 0, b"x")
     with pytest.raises(UserError, match="cannot read .*gone/a.bin: No such file or directory"):
         sources._read(tmp_path / "gone" / "a.bin", 0)

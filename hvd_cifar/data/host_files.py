@@ -1,0 +1,128 @@
+"""Files that one process of a host makes for all, and what is said meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from hvd_cifar.errors import UserError
+
+LOCK = ".lock"
+SECONDS_BETWEEN_LINES = 5.0  # of progress, and of waiting for a lock
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Onlooker:
+    """Who waits for files that are made.
+
+    Attributes:
+        is_told: called after each piece of work; a watchdog does not take a long download for a hang then.
+        is_warned: called with one line about the data that the user may not expect.
+        is_shown: called with a line about the progress of long work.
+    """
+
+    is_told: Callable[[], Any] = _ignore
+    is_warned: Callable[[str], Any] = _ignore
+    is_shown: Callable[[str], Any] = _ignore
+
+
+NOBODY = Onlooker()
+
+
+class Progress:
+    """Shows the progress of long work in lines: what is done, its rate and the time left. pooch calls it as a bar."""
+
+    def __init__(self, title: str, unit: str, onlooker: Onlooker, total: int = 0) -> None:
+        self.title, self.unit, self.onlooker, self.total = title, unit, onlooker, total
+        self.done = 0
+        self._begin = self._line = time.monotonic()
+
+    def update(self, more: int) -> None:
+        """So much more is done."""
+        self.done += more
+        self.onlooker.is_told()
+        now = time.monotonic()
+        if now - self._line > SECONDS_BETWEEN_LINES and self.done:
+            self._line, rate = now, self.done / (now - self._begin)
+            self.onlooker.is_shown(
+                f"hvd_cifar: {self.title}: {self.done:,} of {self.total:,} {self.unit}, {rate:,.0f} a second, "
+                f"{max(0, self.total - self.done) / rate:,.0f} s left"
+            )
+
+    def reset(self) -> None:
+        """A download has ended; another try may follow."""
+        self.done = 0
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+@contextmanager
+def locked(folder: Path, onlooker: Onlooker = NOBODY) -> Iterator[None]:
+    """Hold the host's lock on a folder, which is made if it is absent.
+
+    A process that has waited for the lock must look whether the work is already done. The system releases the lock of a
+    process that dies. While another process holds it, the onlooker is told so.
+
+    Raises:
+        UserError: as `written`.
+    """
+    with written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=SECONDS_BETWEEN_LINES)
+            except Timeout:
+                onlooker.is_told()
+                onlooker.is_shown(f"hvd_cifar: waiting for another process, which makes files in {folder}")
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+@contextmanager
+def searched(folder: Path) -> Iterator[None]:
+    """Look for files in a folder. Raises UserError where one cannot be read (permission, too long a name, ...)."""
+    with _refused("read", folder, "allow reading there, or name another folder with --data-dir or --dataset"):
+        yield
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Write files in a folder. Raises UserError where one cannot be made or written (permission, no space, ...)."""
+    with _refused("write", folder, "free space, allow writing there, or name another folder with --data-dir"):
+        yield
+
+
+@contextmanager
+def _refused(verb: str, folder: Path, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where, why = error.filename or folder, error.strerror or error
+        raise UserError(f"cannot {verb} {where}: {why}: {remedy}") from error
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file; "" where it cannot be read."""
+    state = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+    except OSError:
+        return ""
+    return state.hexdigest()
