@@ -13,7 +13,7 @@ from tests import horovod_nets as nets
 from tests.horovod_nets import BATCH, STEPS
 from tests.ranks import Jobs, once, run_all
 
-LAUNCHES = [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "gloo")]
+LAUNCHES = [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), pytest.param(2, "gloo", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

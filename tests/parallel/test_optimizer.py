@@ -14,7 +14,7 @@ import pytest
 
 from tests.ranks import Jobs, once, run_all
 
-LAUNCHES = [(2, "mpirun"), (3, "mpirun"), (2, "gloo")]
+LAUNCHES = [(2, "mpirun"), (3, "mpirun"), pytest.param(2, "gloo", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

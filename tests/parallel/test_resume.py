@@ -169,6 +169,7 @@ def test_two_sizes_of_image_go_on_exactly_and_are_evaluated_in_six_views(tmp_pat
     assert found[1]["test_accuracy"] == found[0]["test_accuracy_of_one_view"]
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_and_after_the_last(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = _start(2, run_dir, "--precision", "float64")

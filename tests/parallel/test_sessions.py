@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from hvd_cifar.runtime.environment import prepare_mpi
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import run_ranks
 
 
 def _life() -> dict[str, Any]:
@@ -77,35 +75,6 @@ def test_a_process_has_several_sessions_and_its_errors_are_told() -> None:
     assert text == "rank 0 lost another rank, which ended first; see that one's error (Horovod has been shut down)"
     # The rank itself: it cannot start Horovod again, and the end of its session fails.
     assert lives[1]["left"] != [] and lives[1]["left"][0] != "TrainingError"
-
-
-def _be_killed() -> None:
-    import os
-    import signal
-
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    from hvd_cifar.errors import TrainingError
-    from hvd_cifar.runtime.world import session
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # horovodrun ends the survivors
-    try:
-        with session() as world:
-            for step in range(1000):
-                if world.rank == 1 and step == 20:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                hvd.allreduce(tf.zeros(1000), name="a")
-    except TrainingError as error:
-        print(f"TrainingError: {error}", flush=True)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_lost_over_gloo() -> None:
-    """Over MPI the launcher ends the survivors before they see an error."""
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(_be_killed, 2, launcher="gloo")
-    assert "TrainingError: rank 0 lost another rank, which ended first; see that one's error (" in failed.value.logs[0]
 
 
 def _start(computes: bool) -> str:

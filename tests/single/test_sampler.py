@@ -30,6 +30,14 @@ def test_what_is_held_out_and_what_is_left_are_the_whole_set(seed: int, examples
         assert list(held) != list(sampler.held_out(seed + 1, examples, count)[1])
 
 
+def test_a_few_of_many_examples_are_evenly_spaced() -> None:
+    assert [list(sampler.spread(count, 10)) for count in (4, 10, 99)] == [
+        [0, 2, 5, 7],
+        list(range(10)),
+        list(range(10)),
+    ]
+
+
 def _shardings(size: int, accumulation: int = 1, virtual_shards: int | None = None) -> list[sampler.Sharding]:
     return [sampler.Sharding(rank, size, accumulation, virtual_shards) for rank in range(size)]
 
