@@ -164,11 +164,10 @@ class StepOptions(DataSettings):
     overlap: Overlap = Field(
         "auto",
         description="on: send gradients in buckets during the backward pass. off: send them in one message after it. "
-        "auto: measure before the first step, and take the faster way; on one host without GPUs one message unless "
-        "--bucket-bytes is given.",
+        "auto: in buckets between hosts, where gradients are ready one after the other, or with --bucket-bytes.",
     )
     bucket_bytes: Bytes | None = Field(
-        None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
+        None, gt=0, description="Bytes of a bucket, such as 128K. [default: 1/16 of the gradients, at least 64K]"
     )
     precision: Precision | None = Field(
         None,

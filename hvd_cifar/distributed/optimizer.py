@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
@@ -235,12 +234,6 @@ def process_set_of(optimizer: Any) -> Any:
     """The ranks over which a `DistributedOptimizer` reduces."""
     how = reduction_of(optimizer)
     return how.process_set if how else hvd.global_process_set
-
-
-def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
-    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
-    inner = inner_of(optimizer)
-    inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
 
 
 def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> None:

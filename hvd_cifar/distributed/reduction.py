@@ -107,7 +107,8 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 def all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
     """All-reduce tensors in buckets of one type each. Every rank sends the same buckets in the same order."""
     totals: list[Any] = [None] * len(tensors)
-    in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
+    # Backward computes the last layers' gradients first.
+    in_order = range(len(tensors))[:: -1 if reduction.bucket_bytes else 1]
     members: list[list[int]] = []
     for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
         chosen = [i for i in in_order if tensors[i].dtype == dtype]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # In the order in which callbacks are called. Names in capitals are those of the core (`train.assemble`).
 ORDER = (
-    "overlap",
     "unlike_ranks",
     "tensorboard",
     "example_ledger",

@@ -22,7 +22,7 @@ from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import net_checks, random_layers, run_dir, user_files
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.plan import Plan
-from hvd_cifar.training.work import UserObjects, Work
+from hvd_cifar.training.work import UserObjects, Work, bucket_bytes_of
 
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
@@ -246,6 +246,7 @@ def describe(run: Run) -> list[str]:
     settings, batch, net, work = run.settings, run.plan.global_batch_size, run.net, run.work
     world = run.world
     optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)  # a loss scale wraps it
+    size = bucket_bytes_of(work, net.model)
     micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
     parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
@@ -262,6 +263,7 @@ def describe(run: Run) -> list[str]:
         *([f"{held} of {work.plan.examples + held} training examples are held out for evaluation"] if held else []),
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"optimizer {optimizer.name}, learning rate {run.schedule}",
+        *([f"gradients leave in buckets of {size / 2**10:.4g} KiB"] if world.size > 1 and size else []),
         *(
             ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
             if alone

@@ -21,6 +21,7 @@ from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of
+from hvd_cifar.distributed.reduction import sent_bytes
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
@@ -33,6 +34,8 @@ from hvd_cifar.training.shrink import scaled_width
 from hvd_cifar.training.sources import prepare_data
 from hvd_cifar.training.step import StepSpec
 
+# Gradients leave in about as many buckets: the last one cannot be hidden, and each costs a message.
+BUCKETS, LEAST_BUCKET = 16, 2**16  # bytes
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
 
 
@@ -176,11 +179,16 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings with a precision: if none is given, the one that all ranks' devices are fast in."""
-    if settings.precision is not None:
-        return settings
+    """Settings with a precision, the one that all ranks' devices are fast in if none is given, and with --overlap."""
     everywhere = {facts.precision for facts in world.ranks}
-    return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
+    precision = settings.precision or (everywhere.pop() if len(everywhere) == 1 else "float32")
+    overlap = settings.overlap
+    if overlap == "auto":
+        # Within a host the cores that compute also move the bytes. A loss scale looks at all gradients first.
+        several = settings.gradient_accumulation > 1 or settings.virtual_shards or precision == "mixed_float16"
+        between_hosts = world.local_size < world.size
+        overlap = "on" if settings.bucket_bytes or (between_hosts and not several) else "off"
+    return settings.model_copy(update={"precision": precision, "overlap": overlap})
 
 
 def make_net(work: Work) -> Net:
@@ -262,18 +270,13 @@ def make_averages(recipe: Recipe, net: Net, steps: int) -> dict[str, Any]:
     return made
 
 
-def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:
-    """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
+def bucket_bytes_of(work: Work, model: keras.Model) -> int | None:
+    """Bytes of a bucket of gradients; None: they leave in one message."""
     settings = work.settings
-    # Horovod: "sum", since each rank's loss is its share of the global batch's mean; see step.py.
-    distributed = DistributedOptimizer(
-        optimizer,
-        op="sum",
-        compression=settings.compression,
-        process_set=process_set,
-        fixed_order=bool(settings.deterministic),
-    )
-    return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
+    if settings.overlap == "off" or settings.bucket_bytes:
+        return settings.bucket_bytes
+    total = sum(sent_bytes(v, settings.compression) for v in model.trainable_variables)
+    return max(LEAST_BUCKET, total // BUCKETS)
 
 
 def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
@@ -288,7 +291,17 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
         _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
-    optimizer = distribute(work, plain, process_set)
+    # Horovod: "sum", since each rank's loss is its share of the global batch's mean; see step.py.
+    optimizer: Any = DistributedOptimizer(
+        plain,
+        op="sum",
+        compression=work.settings.compression,
+        process_set=process_set,
+        fixed_order=bool(work.settings.deterministic),
+        bucket_bytes=bucket_bytes_of(work, net.model),
+    )
+    if work.settings.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     optimizer.build(net.model.trainable_variables)
     return optimizer
 

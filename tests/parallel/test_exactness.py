@@ -53,7 +53,7 @@ RUNS: dict[str, dict[str, Any]] = {
     RESUMED: RESNET,
 }
 ON_RECORD = ["tutorial", "tutorial, accumulated and clipped", "resnet8"]
-# By ranks; else all gradients leave in one message. No multiple of a value's size, or as measured.
+# By ranks; else all gradients leave in one message. No multiple of a value's size, or a sixteenth.
 BUCKETS: dict[int, dict[str, Any]] = {3: {"overlap": "on", "bucket_bytes": 1001}, 5: {"overlap": "on"}}
 
 # What each number of ranks runs, in all runs of the tests and in slow ones: all of it on each would take several times

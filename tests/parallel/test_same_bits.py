@@ -137,11 +137,14 @@ def test_virtual_shards_of_other_nets_end_with_the_same_bits_on_1_and_2_ranks(tr
 
 @pytest.mark.parametrize(
     ("net", "buckets"),
-    [("tutorial", {"overlap": "on"}), pytest.param("fast", IN_BUCKETS, marks=pytest.mark.slow)],  # measured, and given
+    [
+        ("tutorial", {"overlap": "on"}),
+        pytest.param("fast", IN_BUCKETS, marks=pytest.mark.slow),
+    ],
     ids=["tutorial", "fast"],
 )
 def test_deterministic_runs_repeat_to_the_bit(net: str, buckets: dict[str, Any], train: Train) -> None:
-    """The second run sends its gradients in buckets. That of tutorial measures their size first.
+    """The second run sends its gradients in buckets.
 
     The last run does not ask for determinism; TensorFlow keeps it for the whole process.
     """

@@ -17,16 +17,15 @@ from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batch
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
+from hvd_cifar.distributed.optimizer import reduction_of
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World
 from hvd_cifar.tools.benchmark.results import Estimate, Facts, StepResult
 from hvd_cifar.tools.settings import BenchmarkStepSettings
-from hvd_cifar.training.overlap import set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Averaging, make_train_step
-from hvd_cifar.training.work import Work, make_averages, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.work import Work, bucket_bytes_of, make_averages, make_net, make_optimizer, prepare, step_spec
 
 # Small, so that the weights stay finite in many steps on one batch. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -60,7 +59,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> StepResult:
             if repeat:  # the first one traces and warms up
                 taken[way].append(by_rank)
         if world.is_root and not repeat:
-            terminal.say("\n".join([*bench.overlap, "warmed up"]))
+            terminal.say("warmed up")
 
     settings, batch = bench.work.settings, options.batch_size
     # A step takes as long as the slowest rank's.
@@ -74,7 +73,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> StepResult:
         dataset=bench.work.dataset.name,
         per_rank_batch_size=batch,
         compression=settings.compression,
-        bucket_bytes=bench.bucket_bytes,
+        bucket_bytes=bucket_bytes_of(bench.work, bench.net.model),
         steps=options.steps,
         images_per_second=Estimate.of(together),
         images_per_second_alone=Estimate.of(alone),
@@ -116,12 +115,7 @@ class Bench:
         with tf.device(world.device):
             self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
         self.averages = list(make_averages(work.recipe, self.net, ENDLESS).values())
-        optimizer = make_optimizer(work, self.net, LEARNING_RATE)
-        examples = len(self.in_memory.label)
-        self.overlap = set_buckets(work.settings, world, self.net, optimizer, step_spec(work), examples)
-        reduction = reduction_of(optimizer)
-        self.bucket_bytes = reduction.bucket_bytes if reduction else None
-        self._together = self._step(optimizer, world.size)
+        self._together = self._step(make_optimizer(work, self.net, LEARNING_RATE), world.size)
         self._once: dict[str, Callable[[], Any]] = {}
 
     def time(self, way: str, steps: int) -> float:
@@ -152,7 +146,6 @@ class Bench:
 
     def _step(self, optimizer: Any, ranks: int) -> Callable[[MicroBatch], Any]:
         """The step of training: on a rank's batch of `ranks` of them."""
-        set_bucket_bytes(optimizer, self.bucket_bytes)
         observers = [Averaging(average) for average in self.averages]
         step, flags = make_train_step(self.net, optimizer, step_spec(self.work), observers), tf.zeros([0])
         count = tf.constant(self.work.plan.global_batch_size // self.world.size * ranks)

@@ -1,7 +1,8 @@
-"""Buckets, the order in which a graph computes them, and the choice of their size."""
+"""Buckets, and the order in which a graph computes them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import buckets
 from hvd_cifar.distributed.optimizer import DistributedOptimizer
-from hvd_cifar.distributed.overlap import Backward, Link, choose, end_of_messages, seconds_with
+from hvd_cifar.training.work import bucket_bytes_of, for_machines
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,9 @@ def _precedes(one: Any, other: Any) -> bool:
     return one.op.name in seen and one.op.name != other.op.name
 
 
-def test_the_last_layer_s_gradient_is_computed_and_sent_first() -> None:
+def test_a_message_is_complete_before_what_later_ones_need() -> None:
     graph, weights, activations = _chain()
     with graph.as_default():
-        assert buckets.order(weights) == [2, 1, 0]
         messages = [tf.identity(weights[i]) for i in (2, 1, 0)]
         assert not _precedes(messages[0], activations[0])  # TensorFlow may compute it before or after
         buckets.gate(messages)
@@ -87,36 +88,26 @@ def _inputs(graph: tf.Graph) -> list[Any]:
     return [operation.outputs[0] for operation in graph.get_operations() if operation.type == "Placeholder"]
 
 
-def test_messages_travel_as_horovod_sends_them() -> None:
-    ready, sizes = [1.0, 1.5, 2.0, 10.0], [10, 10, 10, 10]
-    # Each takes 0.8 s. The third gets ready while the second travels; the last one waits for nobody.
-    assert end_of_messages(ready, sizes, lambda size: 0.6 + 0.02 * size) == pytest.approx(10.8)
-    assert end_of_messages(ready[:3], sizes[:3], lambda size: 0.6 + 0.02 * size) == pytest.approx(1 + 0.8 + 0.8 + 0.8)
-    assert end_of_messages(ready[:3], sizes[:3], float) == pytest.approx(1 + 10 + 20)
-
-
-BACKWARD = Backward(1.0, (1.0, 2.0, 3.0, 4.0), (100, 100, 100, 100))
-
-
 @pytest.mark.parametrize(
-    ("link", "bucket", "expected"),
+    ("options", "hosts", "expected"),
     [
-        (Link(0.1, 0.005), None, 5 + 0.1 + 2.0),
-        (Link(0.1, 0.005), 100, 5 + 0.1 + 0.5),  # all but the last bucket are hidden
-        (Link(0.1, 0.005), 200, 5 + 0.1 + 1.0),
-        (Link(0.0, 0.02), 100, 1 + 1 + 4 * 2.0),  # longer than backward: from the first gradient on
-        (Link(0.0, 0.005, 0.0, 0.005), 100, 5 + 2.0 + 0.5),  # the core's own work cannot be hidden
-        (Link(0.1, 0.005, 0.05, 0.002), 100, 5 + 4 * 0.05 + 400 * 0.002 + 0.1 + 0.5),  # a part of it can
+        ({}, 1, None),
+        ({}, 2, 250_000),  # a sixteenth of 4 MB
+        ({"compression": "fp16"}, 2, 125_000),
+        ({"overlap": "off"}, 2, None),
+        ({"overlap": "on"}, 1, 250_000),
+        ({"bucket_bytes": 1000}, 1, 1000),
+        ({"gradient_accumulation": 2}, 2, None),
+        ({"virtual_shards": 4}, 2, None),
+        ({"precision": "mixed_float16"}, 2, None),
+        ({"precision": "mixed_float16", "overlap": "on"}, 2, 250_000),
     ],
 )
-def test_the_time_of_a_step_in_buckets(link: Link, bucket: int | None, expected: float) -> None:
-    assert seconds_with(BACKWARD, link, bucket) == pytest.approx(expected)
-
-
-def test_buckets_are_chosen_where_they_save_time() -> None:
-    found = choose(BACKWARD, Link(0.01, 0.005), (100, 200, 400))
-    assert found.bucket_bytes == 100 and found.in_one_message == pytest.approx(7.01)
-    assert choose(BACKWARD, Link(1.0, 0.001, 1.0, 0.001), (100, 200)).bucket_bytes is None  # a message costs too much
-    assert choose(BACKWARD, Link(0.0, 0.005, 0.0, 0.005), (400,)).bucket_bytes is None  # nothing can be hidden
-    assert choose(BACKWARD, Link(0.0, 0.005, 0.0, 0.005), (400,), always=True).bucket_bytes == 400
-    assert choose(BACKWARD, Link(0.0, 0.0), (100, 200)).bucket_bytes is None
+def test_gradients_leave_in_buckets_between_hosts(options: dict[str, Any], hosts: int, expected: int | None) -> None:
+    world: Any = SimpleNamespace(size=2, local_size=2 // hosts, ranks=[SimpleNamespace(precision="float32")])
+    settings = for_machines(TrainSettings(**options), world)
+    model: Any = SimpleNamespace(trainable_variables=[keras.Variable(np.zeros(10**6, np.float32))])
+    work: Any = SimpleNamespace(settings=settings)
+    assert bucket_bytes_of(work, model) == expected
+    model.trainable_variables[:] = [keras.Variable(np.zeros(10, np.float32))]
+    assert bucket_bytes_of(work, model) in (None, 1000, 2**16)
