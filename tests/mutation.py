@@ -1,6 +1,6 @@
 """Mutation testing of the core, by cosmic-ray: which small faults do the fast tests miss?
 
-    .venv/bin/python -m pip install -e '.[mutation]'
+    .venv/bin/python -m pip install 'cosmic-ray==8.*'
     .venv/bin/python -m tests.mutation [--sample N] [WORD ...]     # rows whose modules contain a word; none: all
 
 A sample of each row's mutants, the same every time, is tried in a copy of the last commit, one after the other. Prints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     path = origin(settings)
     if path is None or not os.path.exists(path):  # Path.exists may raise
         return settings
-    then = settings_of_run(path, dataset="auto")  # that of a program is no name
+    then = settings_of_run(path, names)  # of these alone: net and data set may have been Python objects
     missing = {name: getattr(then, name) for name in names if getattr(settings, name) is None}
     return settings.model_copy(update=missing)
 
@@ -183,14 +184,14 @@ def recorded(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged ({reason_of(failure)}): bring it back, or give another run") from None
 
 
-def settings_of_run(path: Path, **changes: Any) -> TrainSettings:
-    """The settings in a run directory's config.json, with changes by name.
+def settings_of_run(path: Path, names: Iterable[str] = TrainSettings.model_fields, **changes: Any) -> TrainSettings:
+    """The settings of these names in a run directory's config.json, with changes by name.
 
     Raises:
         UserError: where the file is damaged.
     """
     content = recorded(path)
-    values = {name: content[name] for name in TrainSettings.model_fields if name in content}
+    values = {name: content[name] for name in names if name in content}
     try:
         return config.make(TrainSettings, {**values, **changes})
     except UserError as failure:
