@@ -1,7 +1,6 @@
 """How far apart training on N ranks, and on towers, is from training on one rank: the tables of docs/exactness.md.
 
-    python -m benchmarks.exactness --data-dir D                          # tutorial net
-    python -m benchmarks.exactness --data-dir D --model resnet20         # with synchronised batch norm
+    python -m benchmarks.exactness --data-dir D [--model resnet20]      # resnet20: with synchronised batch norm
 
 It starts its runs one after the other; `--keep FOLDER` keeps them.
 """

@@ -37,9 +37,8 @@ Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)
 @click.option("--pairs", type=click.IntRange(3), default=15)
-@click.option("--only", default="", help="Only paths whose name contains this.")
 @setting.one_line_for_users()
-def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int, only: str) -> None:
+def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int) -> None:
     """Measure, then print a table in Markdown."""
     from hvd_cifar.runtime.world import session
     from hvd_cifar.tools.benchmark.step import make_bench
@@ -60,8 +59,7 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int
         print("| path | step without it, ms | with it, ms | with / without, median (quartiles) |")
         print("|---|---|---|---|")
         for name, switch in switches().items():
-            if only in name:
-                print(row(name, *measure(step_without(switch), whole, pairs)), flush=True)
+            print(row(name, *measure(step_without(switch), whole, pairs)), flush=True)
     print(f"\n{model}, {precision}, {batch_size} images, n = {pairs} pairs; {setting.about()}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import click
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
+from hvd_cifar.runtime import devices
 
 
 class WrongInput(click.ClickException):
@@ -50,16 +52,6 @@ def real_data(data_dir: Path) -> Path:
     return data_dir
 
 
-def machine() -> str:
-    """Processor and cores, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or '?'} cores, {platform.platform()}"
-
-
 def versions() -> dict[str, str]:
     """Of what this project computes with, by the names of the packages."""
     packages = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod")
@@ -75,9 +67,6 @@ def versions() -> dict[str, str]:
 def about(**more: str) -> str:
     """Machine, versions and commit in one line, for below a table; `more` are versions of what else took part."""
     told = ", ".join(f"{name} {version}" for name, version in {**versions(), **more}.items())
-    return f"{machine()}; {told}; commit {short(provenance.git_commit())}"
-
-
-def short(commit: str | None) -> str:
-    """A commit as people write it, with "-dirty" where files had changed."""
-    return commit[:8] + commit[40:] if commit else "unknown"
+    cpu, cores = devices.processor(Path("/proc/cpuinfo"))[0], os.cpu_count()
+    commit = provenance.git_commit() or "unknown"
+    return f"{cpu}, {cores} cores, {platform.platform()}; {told}; commit {commit[:8] + commit[40:]}"

@@ -21,7 +21,7 @@ import click
 if __name__ == "__main__":  # before the import of TensorFlow, which only builds the nets
     os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 from benchmarks import nets, setting
-from benchmarks.gpu.__main__ import PRODUCT
+from benchmarks.gpu.steps import PRODUCT, Found
 from hvd_cifar.errors import UserError
 
 RANKS = 8
@@ -46,8 +46,7 @@ def measured(folder: Path) -> dict[str, float]:
     """Seconds of the product's float32 step of 128 images by net, of the files of `python -m benchmarks.gpu`."""
     found = {}
     for path in sorted(folder.glob("steps-*-float32-128.json")):
-        seconds = json.loads(path.read_text())["seconds"].get(PRODUCT)
-        if seconds:
+        if seconds := Found(**json.loads(path.read_text())).seconds(PRODUCT):
             found[path.name.split("-")[1]] = statistics.median(seconds)
     return found
 

@@ -15,14 +15,18 @@ import tensorflow as tf
 from benchmarks import nets
 from benchmarks.gpu.serve import LEAD_IN, serve
 from benchmarks.gpu.variants import FORMS, Step, staged
-from hvd_cifar.data.pipeline import MicroBatch
+from hvd_cifar.data.augment import transforms
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.pipeline import MicroBatch, training_batches
+from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer
 from hvd_cifar.files import replace_text
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.runtime.world import start
 from hvd_cifar.training.step import Averaging, StepSpec, make_train_step
 
-PRODUCT = "hvd_cifar"
+PRODUCT, PIPELINE = "hvd_cifar", "input pipeline"
+IMAGES = 10_240  # of the pipeline
 RATE = 1e-3  # weights stay finite in many steps on one batch
 TOTAL = 10**6  # steps, which no measurement reaches
 
@@ -53,12 +57,31 @@ def repeated(model: str, precision: str, examples: int, name: str, device: str) 
             return lambda steps: _wait([once() for _ in range(steps)][-1])
         step = Step(net, recipe, FORMS[name], RATE, total_steps=TOTAL)
         given, at_once = staged([batch], step.switches.steps), step.switches.steps
+        with step.settings():
+            step.trace(given, count)
 
     def repeat(steps: int) -> None:
         with step.settings():
             for _ in range(-(-steps // at_once)):
                 loss = step(given, count)
             _wait(loss)
+
+    return repeat
+
+
+def batches(model: str, examples: int, device: str) -> Callable[[int], None]:
+    """What takes batches of random images from the pipeline of `train`, without a step."""
+    draw = np.random.default_rng(0)
+    images, labels = draw.integers(0, 256, (IMAGES, 32, 32, 3), np.uint8), np.arange(IMAGES) % 10
+    dataset = Dataset.from_arrays(images, labels, images[:10], labels[:10])
+    augmented = transforms(nets.recipe_of(model).augmentation, dataset)
+    sampler = Sampler(IMAGES, examples, 0, Sharding(0, 1))
+    given = iter(training_batches(dataset.train, augmented, sampler, first_step=0, last_step=TOTAL, device=device))
+
+    def repeat(steps: int) -> None:
+        for _ in range(steps):
+            batch = next(given)
+        batch.label.numpy()  # waits for the device
 
     return repeat
 
@@ -96,17 +119,23 @@ def kernels(folder: Path, steps: int) -> list[tuple[str, float, float]]:
 def main(model: str, precision: str, batch_size: int, profile: str, output: Path | None) -> None:
     """Serve, or profile."""
     world = start()
+    is_on_gpu = "GPU" in world.device
 
     def make(name: str) -> Callable[[int], None]:
-        if "GPU" in world.device:
-            tf.config.experimental.reset_memory_stats("GPU:0")
+        if name == PIPELINE:
+            return batches(model, batch_size, world.device if is_on_gpu else "")
         return repeated(model, precision, batch_size, name, world.device)
 
+    def reset() -> int:
+        if is_on_gpu:
+            tf.config.experimental.reset_memory_stats("GPU:0")
+        return peak()
+
     def peak() -> int:
-        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if "GPU" in world.device else 0
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if is_on_gpu else 0
 
     if not profile or output is None:
-        serve(make, peak)
+        serve(make, reset, peak)
         return
     repeat, steps = make(profile), 8
     repeat(LEAD_IN)

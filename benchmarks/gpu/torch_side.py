@@ -15,8 +15,6 @@ from torch import nn
 from benchmarks.gpu.serve import serve
 from benchmarks.peers import airbench, ddp
 
-FORMS = ("eager", "compile", "CUDA graph", "compile and CUDA graph")
-
 
 class Work:
     """A net, its optimizer, what follows an update, and a batch on the device."""
@@ -72,6 +70,8 @@ def repeated(work: Work, form: str, device: str) -> Callable[[int], None]:
     def once() -> Any:
         return work.step(net)
 
+    if net is not work.net:
+        once()  # compiles
     if "graph" in form:
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
@@ -112,7 +112,11 @@ def main() -> None:
         work = Work(given.model, given.precision, given.batch_size, device)
         return repeated(work, name.removeprefix("PyTorch, "), device)
 
-    serve(make, torch.cuda.max_memory_allocated if device == "cuda" else lambda: 0)
+    def reset() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+
+    serve(make, *((reset, torch.cuda.max_memory_allocated) if device == "cuda" else ()))
 
 
 if __name__ == "__main__":

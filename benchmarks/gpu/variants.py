@@ -143,7 +143,14 @@ class Step:
                 a first dimension of as many, as `staged` makes it.
             count: examples of a global batch.
         """
-        return self._call([list(batch) for batch in batches], count, tf.constant(self.rate, self.real))
+        return self._call(*self._arguments(batches, count))
+
+    def trace(self, batches: Sequence[Sequence[Any]], count: Any) -> None:
+        """Make the graph of a call with such arguments."""
+        self._call.get_concrete_function(*self._arguments(batches, count))
+
+    def _arguments(self, batches: Sequence[Sequence[Any]], count: Any) -> tuple[Any, Any, Any]:
+        return [list(batch) for batch in batches], count, tf.constant(self.rate, self.real)
 
     @contextmanager
     def settings(self) -> Iterator[None]:

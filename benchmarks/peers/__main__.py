@@ -1,10 +1,6 @@
 """Images per second of this project and of its peers, side by side: the tables of docs/benchmarks.md.
 
-    python -m benchmarks.peers --data-dir D                                  # resnet20, float32
-    python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
-    python -m benchmarks.peers --data-dir D --model tutorial                 # or resnet32, resnet56
-    python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
-    python -m benchmarks.peers --data-dir D --hosts 2 --link 1gbit --link 100mbit
+    python -m benchmarks.peers --data-dir D
 
 All sides are started once and warmed up. Then they take turns: in each repeat, in an order drawn anew, one side runs
 for --seconds while the others are stopped where they are. So a machine that grows slower or faster does so for all. A
@@ -23,8 +19,9 @@ import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -62,70 +59,50 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="Only these sides.")
 @click.option("--base", type=click.Choice(list(sides.SIDES)), help="Reference of ratios. [default: the PyTorch side]")
 @click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="For PyTorch.")
-@click.option("--seed", type=int, default=0, help="Seed of the order of turns.")
 @click.option("--keep", type=Path, help="Folder for the sides' output; without it it is removed.")
 @click.option("--output", type=Path, help="JSON file for every single rate.")
 @setting.one_line_for_users()
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
     jobs.end_on_signals()
-    measure(Options(**given))
+    measure(SimpleNamespace(**given))
 
 
-@dataclass(frozen=True)
-class Options:
-    """Those of the program."""
-
-    data_dir: Path
-    model: str
-    precision: str | None
-    ranks: int
-    batch_size: int
-    hosts: int
-    links: tuple[str, ...]
-    repeats: int
-    seconds: float
-    only: tuple[str, ...]
-    base: str | None
-    peers: Path
-    seed: int
-    keep: Path | None
-    output: Path | None
-
-    def chosen(self) -> tuple[list[str], str]:
-        """The sides to measure, and the reference. UserError where they do not fit the model or the batch."""
-        able = sides.sides_of(self.model, self.hosts > 1)
-        if unfit := [name for name in self.only if name not in able]:
-            where = f"{self.model} over hosts" if self.hosts > 1 else self.model
-            raise UserError(f"--only {unfit[0]}: it does not train {where}; give some of {', '.join(able)}")
-        chosen = [name for name in able if not self.only or name in self.only]
-        base = self.base or able[1]
-        if base not in chosen:
-            raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
-        recipe = nets.recipe_of(self.model).for_batch(self.ranks * self.batch_size)
-        if self.model != "fast" and recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
-            raise UserError(
-                f"{self.ranks} ranks of {self.batch_size} examples: {self.model} trains this batch with another "
-                "optimizer than its peers; give fewer examples"
-            )
-        return chosen, base
-
-    def work(self, data_dir: Path, python: Path | None, folder: Path) -> sides.Work:
-        """What every side does. `python`: of the peers' environment, where a side needs it."""
-        return sides.Work(
-            model=self.model,
-            precision=self.precision or ("mixed_bfloat16" if self.model == "fast" else "float32"),
-            ranks=self.ranks,
-            per_rank=sides.FAST_BATCH // self.ranks if self.model == "fast" else self.batch_size,
-            threads=sides.threads_of(self.ranks),
-            log_every=LOG_EVERY[self.model],
-            data_dir=data_dir,
-            peers_python=python or Path(sys.executable),
-            folder=folder,
+def chosen_of(options: Any) -> tuple[list[str], str]:
+    """The sides to measure, and the reference. UserError where they do not fit the model or the batch."""
+    able = sides.sides_of(options.model, options.hosts > 1)
+    if unfit := [name for name in options.only if name not in able]:
+        where = f"{options.model} over hosts" if options.hosts > 1 else options.model
+        raise UserError(f"--only {unfit[0]}: it does not train {where}; give some of {', '.join(able)}")
+    chosen = [name for name in able if not options.only or name in options.only]
+    base = options.base or able[1]
+    if base not in chosen:
+        raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
+    recipe = nets.recipe_of(options.model).for_batch(options.ranks * options.batch_size)
+    if options.model != "fast" and recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
+        raise UserError(
+            f"{options.ranks} ranks of {options.batch_size} examples: {options.model} trains this batch with another "
+            "optimizer than its peers; give fewer examples"
         )
+    return chosen, base
 
 
-def measure(options: Options) -> None:
+def work_of(options: Any, data_dir: Path, python: Path | None, folder: Path) -> sides.Work:
+    """What every side does. `python`: of the peers' environment, where a side needs it."""
+    return sides.Work(
+        model=options.model,
+        precision=options.precision or ("mixed_bfloat16" if options.model == "fast" else "float32"),
+        ranks=options.ranks,
+        per_rank=sides.FAST_BATCH // options.ranks if options.model == "fast" else options.batch_size,
+        threads=sides.threads_of(options.ranks),
+        log_every=LOG_EVERY[options.model],
+        data_dir=data_dir,
+        peers_python=python or Path(sys.executable),
+        folder=folder,
+    )
+
+
+def measure(options: Any) -> None:
     """See the module.
 
     Raises:
@@ -137,13 +114,13 @@ def measure(options: Options) -> None:
     prepare_tensorflow(os.environ)  # all sides inherit it
     network.check(options.hosts, options.ranks, options.links)
     links = tuple(dict.fromkeys([network.NO_LIMIT, *options.links]))
-    chosen, base = options.chosen()
-    python = environment.ensure(options.peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
+    chosen, base = chosen_of(options)
+    python = environment.ensure(options.peers.expanduser().absolute()) if sides.DDP in chosen else None
     with ExitStack() as stack:
         folder = options.keep.absolute() if options.keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work = options.work(data_dir, python, folder)
+        work = work_of(options, data_dir, python, folder)
         running = {name: _warm(name, work, options, links[-1], stack) for name in chosen}
-        turns = _in_turns(running, links, options.repeats, options.seconds, random.Random(options.seed))
+        turns = _in_turns(running, links, options.repeats, options.seconds, random.Random(0))
     names = {name: job.side.name for name, job in running.items()}
     rates = {
         names[name]: {link: [turn.rate for turn in of_link] for link, of_link in of_side.items()}
@@ -169,7 +146,7 @@ def measure(options: Options) -> None:
         options.output.write_text(json.dumps({**about, "images_per_second": rates}, indent=2) + "\n")
 
 
-def _warm(name: str, work: sides.Work, options: Options, link: str, stack: ExitStack) -> Job:
+def _warm(name: str, work: sides.Work, options: Any, link: str, stack: ExitStack) -> Job:
     """A side that has made its first steps and is stopped; `stack` ends it."""
     place = work.folder / name
     if place.exists():

@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Windows
 from hvd_cifar.data.cifar import CIFAR10
 
@@ -51,6 +50,7 @@ LOOK_AHEAD_STEPS = 5
 LOOK_AHEAD_DECAY = 0.95**5
 TRANSLATE = 2  # pixels
 TEST_BATCH = 2000
+LOG_EVERY = 10  # steps
 
 
 def norm(width: int) -> nn.Module:
@@ -135,11 +135,11 @@ class LookAhead:
 
 
 @torch.inference_mode()
-def predict(net: Any, images: Any, views: int, autocast: bool) -> Any:
+def predict(net: Any, images: Any, views: int) -> Any:
     """Logits of images [b, 3, 32, 32] as the mean of one view, or the weighted mean of six."""
 
     def look(x: Any) -> Any:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(x.device.type, torch.bfloat16):
             return net(x.contiguous(memory_format=torch.channels_last)).float()
 
     def look_twice(x: Any) -> Any:
@@ -152,74 +152,36 @@ def predict(net: Any, images: Any, views: int, autocast: bool) -> Any:
     return (look_twice(images) + moved) / 2
 
 
-def accuracy(net: Any, data: Windows, labels: Any, views: int, autocast: bool) -> float:
+def accuracy(net: Any, part: Any, views: int) -> float:
     """Share of a whole set that is right."""
+    images = Windows(part.images, 0, "mean", MEAN, DEVIATION, torch.bfloat16)
+    labels = torch.tensor(part.labels.astype(np.int64))
     net.eval()
     parts = torch.arange(len(labels)).split(TEST_BATCH)
-    right = sum((predict(net, data.middle(i), views, autocast).argmax(1) == labels[i]).sum().item() for i in parts)
-    net.train()
-    return right / len(labels)
-
-
-def options() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=float, default=EPOCHS)
-    parser.add_argument("--max-steps", type=int, help="Stop early; the schedule stays that of all epochs.")
-    parser.add_argument("--whitening-bias-epochs", type=int, default=WHITENING_BIAS_EPOCHS)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="mixed_bfloat16")
-    parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--run-dir", type=Path)
-    return parser
-
-
-def finish(given: argparse.Namespace, net: Any, part: Any, training_seconds: float, steps: int) -> None:
-    """Evaluate; print and, with --run-dir, write what came out."""
-    autocast = given.precision == "mixed_bfloat16"
-    began = time.perf_counter()
-    tests = Windows(part.images, 0, "mean", MEAN, DEVIATION, torch.bfloat16 if autocast else torch.float32)
-    labels = torch.tensor(part.labels.astype(np.int64))
-    with_views = accuracy(net, tests, labels, 6, autocast)
-    evaluated = time.perf_counter()
-    result = {
-        "test_accuracy_six_views": with_views,
-        "test_accuracy": accuracy(net, tests, labels, 1, autocast),
-        "training_seconds": round(training_seconds, 2),
-        "six_view_evaluation_seconds": round(evaluated - began, 2),
-        "steps": steps,
-        "seed": given.seed,
-        "threads": given.threads,
-        "torch": torch.__version__,
-    }
-    print(json.dumps(result))
-    if given.run_dir:
-        (given.run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    return sum((predict(net, images.middle(i), views).argmax(1) == labels[i]).sum().item() for i in parts) / len(labels)
 
 
 def main() -> None:
-    """Train, then `finish`."""
+    """Train, evaluate, and print what came out."""
     keep_memory()
-    parser = options()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.set_default_device(given.device)
     torch.manual_seed(given.seed)
-    autocast = given.precision == "mixed_bfloat16"
 
     folder = CIFAR10.locate(given.data_dir)
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
     train_set = dataset.train
-    dtype = torch.bfloat16 if autocast else torch.float32
-    stamps = Stamps(given.run_dir)
 
     began = time.perf_counter()
-    images = Windows(train_set.images, TRANSLATE, "reflect", MEAN, DEVIATION, dtype)
+    images = Windows(train_set.images, TRANSLATE, "reflect", MEAN, DEVIATION, torch.bfloat16)
     labels = torch.tensor(train_set.labels.astype(np.int64))
     net = Net()
     net.whiten.weight.data[:] = whitening_filters(images.middle(torch.arange(WHITENING_IMAGES)))
@@ -231,20 +193,19 @@ def main() -> None:
     generator = torch.Generator(given.device).manual_seed(given.seed)
     mirrored_first = torch.rand(len(labels), generator=generator) < 0.5
     per_epoch = len(labels) // BATCH  # the ragged last batch is left out, as in the original
-    total = math.ceil(per_epoch * given.epochs)
-    last = min(total, given.max_steps or total)
+    total = math.ceil(per_epoch * EPOCHS)
     order: Any = None
-    for step in range(last):
+    for step in range(total):
         epoch, within = divmod(step, per_epoch)
         if within == 0:
             order = torch.randperm(len(labels), generator=generator)
-            net.whiten.bias.requires_grad_(epoch < given.whitening_bias_epochs)
+            net.whiten.bias.requires_grad_(epoch < WHITENING_BIAS_EPOCHS)
         index = order[within * BATCH : (within + 1) * BATCH]
         mirrored = mirrored_first[index] ^ bool(epoch % 2)  # of any two epochs, each image is mirrored in one
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * rate_factor(step, total)
         optimizer.zero_grad()
-        with torch.autocast(given.device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(given.device, torch.bfloat16):
             logits = net(images.random(index, mirrored, generator))
         loss = loss_of(logits.float(), labels[index])
         loss.backward()
@@ -252,14 +213,15 @@ def main() -> None:
         done = step + 1
         if done % LOOK_AHEAD_STEPS == 0:
             ahead.update(LOOK_AHEAD_DECAY * (done / total) ** 3)
-        if done == last:
+        if done == total:
             ahead.update(1.0)
-        if done % given.log_every == 0 or done == last:
+        if done % LOG_EVERY == 0 or done == total:
             seconds = time.perf_counter() - began
-            stamps.write(done, loss.item() / BATCH)
             rate = done * BATCH / seconds
             print(f"step {done} of {total}: loss {loss.item() / BATCH:.4f}, {seconds:.1f} s, {rate:.0f} images/s")
-    finish(given, net, dataset.test, time.perf_counter() - began, last)
+    seconds = round(time.perf_counter() - began, 2)
+    found = {"test_accuracy_six_views": accuracy(net, dataset.test, 6), "test_accuracy": accuracy(net, dataset.test, 1)}
+    print(json.dumps({**found, "training_seconds": seconds, "steps": total, **vars(given)}, default=str))
 
 
 if __name__ == "__main__":

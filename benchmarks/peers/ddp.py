@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import PAD, Distorted, Windows
 from hvd_cifar.data import sampler
 from hvd_cifar.data.cifar import CIFAR10, SIDE
@@ -76,8 +76,8 @@ class MovingAverage:
         torch._foreach_lerp_(self.values, self.sources, 1 - decay)
 
 
-def options() -> argparse.ArgumentParser:
-    """The command line."""
+def main() -> None:
+    """Train for ever."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -87,12 +87,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
-    return parser
-
-
-def main() -> None:
-    """Train for ever."""
-    parser = options()
     given = parser.parse_args()
     keep_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -129,7 +123,8 @@ def main() -> None:
     averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()
     generator = torch.Generator()
-    stamps = Stamps(given.run_dir if rank == 0 else None)
+    given.run_dir.mkdir(parents=True, exist_ok=True)
+    metrics = (given.run_dir / "metrics.jsonl" if rank == 0 else Path(os.devnull)).open("w", buffering=1)
 
     per_epoch = sampler.steps_per_epoch(len(labels), batch)
     indices: Any = None
@@ -149,9 +144,7 @@ def main() -> None:
         if averages:
             averages.update()
         if (step + 1) % given.log_every == 0:
-            stamps.write(step + 1, loss.item())
-            if rank == 0:
-                print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+            metrics.write(json.dumps({"event": "train", "step": step + 1, "loss": loss.item()}) + "\n")
 
 
 if __name__ == "__main__":

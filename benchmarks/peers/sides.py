@@ -17,10 +17,9 @@ from hvd_cifar.data import sampler
 from tests.cluster.hosts import INTERFACE, Host
 from tests.cluster.jobs import variables
 
-OURS, OURS_AT_ONCE, LIMIT = "hvd_cifar", "hvd_cifar-one-message", "limit"
-DDP, AIRBENCH = "ddp", "airbench"
+OURS, OURS_AT_ONCE, DDP, LIMIT = "hvd_cifar", "hvd_cifar-one-message", "ddp", "limit"
 EXAMPLES = 50_000  # of CIFAR-10's training set
-FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
+FAST_BATCH = 1024  # of `fast`, over all ranks
 ENDLESS = 10_000  # epochs: no side may end while it is measured
 PATIENCE = str(24 * 3600)  # seconds, of Horovod's Gloo: ranks are stopped while others are measured
 
@@ -82,9 +81,10 @@ def limit(work: Work) -> Side:
 def ddp(work: Work) -> Side:
     """PyTorch's DistributedDataParallel over Gloo, a process a rank."""
     run_dir = work.folder / DDP / "run"
-    words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *_peer(work, run_dir)]
-    words += ["--store", str(work.folder / DDP / "store"), "--model", work.model]
-    words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
+    given: list[Any] = ["--data-dir", work.data_dir, "--precision", work.precision, "--log-every", work.log_every]
+    given += ["--run-dir", run_dir, "--store", work.folder / DDP / "store", "--model", work.model]
+    given += ["--batch-size", work.per_rank, "--threads", work.threads]
+    words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *map(str, given)]
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
     name, per_step = f"PyTorch DDP, Gloo, {_ranks(work)}", _per_step(work.per_rank * work.ranks)
@@ -93,35 +93,17 @@ def ddp(work: Work) -> Side:
     return replace(side, environment={**side.environment, **settings})
 
 
-def airbench(work: Work) -> Side:
-    """The recipe that `--model fast` follows, in PyTorch, one process with a thread for every core of the ranks.
-
-    Its step is that of the last 6.9 of its 9.9 epochs, in which the first layer's bias is fixed.
-    """
-    run_dir = work.folder / AIRBENCH / "run"
-    threads = work.threads * work.ranks
-    words = [str(work.peers_python), "-m", "benchmarks.peers.airbench", *_peer(work, run_dir)]
-    words += ["--threads", str(threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
-    name = f"airbench94 in PyTorch, 1 process, {threads} threads"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
-
-
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
     OURS_AT_ONCE: partial(ours, at_once=True),
     DDP: ddp,
-    AIRBENCH: airbench,
     LIMIT: limit,
 }
-
-TORCH = {DDP, AIRBENCH}  # these need the peers' environment
 
 
 def sides_of(model: str, over_hosts: bool = False) -> list[str]:
     """The names of the sides that can train a model. The second one is the reference of the ratios."""
-    if over_hosts:
-        return [OURS, *([] if model == "fast" else [DDP]), OURS_AT_ONCE, LIMIT]
-    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, LIMIT]
+    return [OURS, *[DDP] * (model != "fast"), *[OURS_AT_ONCE] * over_hosts, LIMIT]
 
 
 def _side(
@@ -154,12 +136,7 @@ def _train(work: Work, run_dir: Path) -> list[str]:
     given: list[Any] = ["--model", work.model, "--precision", work.precision]
     given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
     given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every, "--epochs", ENDLESS]
-    given += ["--set", "image_scales=1"] if work.model == "fast" else []  # full size, as its peer's
-    return [*map(str, given), "--run-dir", str(run_dir)]
-
-
-def _peer(work: Work, run_dir: Path) -> list[str]:
-    given = ["--data-dir", work.data_dir, "--precision", work.precision, "--log-every", work.log_every]
+    given += ["--set", "image_scales=1"] if work.model == "fast" else []  # full size throughout
     return [*map(str, given), "--run-dir", str(run_dir)]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -68,20 +68,11 @@ class Job:
         with ExitStack() as undo, self.log.open("wb") as log:
             undo.callback(self.__exit__)  # where a command cannot be started, or SIGTERM comes, those before it end
             for words in self.side.commands:
-                self._processes.append(self._start(words, log))
+                own: dict[str, Any] = {"cwd": self._cwd, "env": {**os.environ, **self.side.environment}}
+                pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+                self._processes.append(subprocess.Popen(list(words), **pipes, **own, start_new_session=True))
             undo.pop_all()
         return self
-
-    def _start(self, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            list(words),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=self._cwd,
-            env={**os.environ, **self.side.environment},
-            start_new_session=True,
-        )
 
     def __exit__(self, *_: object) -> None:
         for process in self._tree():

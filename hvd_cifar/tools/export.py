@@ -29,37 +29,26 @@ SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
 
 
 def export(settings: ExportSettings) -> None:
-    """Write a run's net into the folder of --to, whole or not at all; in a folder that is there, metadata.json is last.
+    """Write a run's net into the folder of --to, whole or not at all.
 
     Raises:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
             a layer that TensorFlow alone cannot load.
     """
-    is_there = os.path.exists(settings.to)  # Path.exists may raise
-    try:
-        taken = is_there and (not os.path.isdir(settings.to) or not all(map(_is_part, settings.to.iterdir())))
-    except OSError as failure:
-        raise UserError(f"--to {settings.to}: {failure.strerror}; give an empty folder, or a new one") from None
-    if taken:
+    if os.path.exists(settings.to) and not _is_empty(settings.to):  # Path.exists may raise
         raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)
     try:
         model = usable(trained)
     except UserError as failure:
         raise UserError(f"--model {trained.settings.model}: {failure}") from None
-    # A folder that is there may be a mount, or have a parent that cannot be written. Another process may export too.
-    name = f".{settings.to.name}.{secrets.token_hex(4)}{PART}"
-    part = settings.to / name if is_there else settings.to.with_name(name)
+    part = settings.to.with_name(f".{settings.to.name}.{secrets.token_hex(4)}{PART}")  # another process may export too
     try:
         part.mkdir(parents=True)
         with_names(model, trained.dataset.labels_in_words).save(part / KERAS)
         save_graph(model, trained.dataset.labels_in_words, part / SAVED_MODEL)
         replace_text(part / METADATA, json.dumps(_metadata(trained, settings.run_dir), indent=2) + "\n")
-        if is_there:
-            for name in (KERAS, SAVED_MODEL, METADATA):
-                os.replace(part / name, settings.to / name)
-        else:
-            os.replace(part, settings.to)
+        os.replace(part, settings.to)
     except (OSError, tf.errors.OpError) as failure:
         raise UserError(f"--to {settings.to}: {reason_of(failure)}; give a folder that can be written") from None
     finally:
@@ -67,9 +56,11 @@ def export(settings: ExportSettings) -> None:
     terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {KERAS}, {METADATA} in {settings.to}")
 
 
-def _is_part(path: Path) -> bool:
-    """Whether a path is what another export has begun to write, or a killed one has left."""
-    return path.name.startswith(".") and path.suffix == PART
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except OSError:  # no folder, or none that may be read
+        return False
 
 
 def usable(trained: Trained) -> keras.Model:

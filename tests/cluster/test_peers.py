@@ -6,16 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
-from benchmarks.peers.network import pinned_hosts, words_on
-from benchmarks.peers.turns import Job, Side
 from hvd_cifar.data.cifar import CIFAR10
-from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import recorded, wait_for
+from tests.cluster.jobs import recorded
 from tests.ranks import CHECKOUT
 
 LINK, BITS_PER_SECOND = "50mbit", 50e6
@@ -45,29 +41,3 @@ def test_a_slow_link_slows_the_sides_that_communicate(need_hosts: None, tmp_path
     assert facts["hosts"] == ["node1", "node2"]
     assert facts["threads"] == len(os.sched_getaffinity(0)) // 2
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(kept) in " ".join(p.info["cmdline"] or [])]
-
-
-def test_a_rank_that_an_sshd_started_rests_with_its_side(two_hosts: Cluster, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    event = '{\\"event\\": \\"train\\", \\"step\\": $i}'
-    loop = f'i=0; while sleep 0.01; do i=$((i + 1)); echo "{event}" >> {metrics}; done'
-    side = Side("steps", [two_hosts[0].words(["ssh", "node2", loop])], [metrics], 1)
-    with Job(side, tmp_path, tmp_path, two_hosts) as job:
-        job.take_turn(0.1)
-        job.pause()
-        before = metrics.read_text()
-        time.sleep(0.2)
-        assert metrics.read_text() == before
-        job.wake()
-        (stamps,) = job.run_for(0.1, 3)
-        assert stamps[0].step > before.count("\n")
-    wait_for(lambda: not any(host.processes() for host in two_hosts), "the last sleep to end", 60)
-
-
-def test_hosts_share_the_cores_and_have_linuxs_congestion_control(need_hosts: None, tmp_path: Path) -> None:
-    cores = len(os.sched_getaffinity(0))
-    with pinned_hosts(2, tmp_path / "hosts") as made:
-        ways = [words_on(made[0], ["nproc"]), words_on(made[0], ["ssh", "node2", "nproc"])]
-        found = [subprocess.run(words, capture_output=True, text=True, check=True).stdout for words in ways]
-        assert [int(text) for text in found] == [cores // 2, cores // 2]
-        assert all("congctl cubic" in host.must("ip", "route") for host in made)

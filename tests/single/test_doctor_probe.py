@@ -27,7 +27,7 @@ def test_this_machine_tells_its_facts(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     found = _ask(tmp_path).facts["here"]
-    assert found.cores > 0 and found.memory > 0 and found.packages["psutil"] and len(found.code) == 64
+    assert found.memory > 0 and found.packages["psutil"] and len(found.code) == 64
     assert found.gpus == ["GPU-b"]
     assert (found.folder, found.folder_error, found.temporary_error) == (str(tmp_path), "", "")
 

@@ -75,10 +75,3 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
     assert images_in(long) == [long]  # `predict` says that this image cannot be read
     with pytest.raises(UserError, match="there is no run"):
         export.export(make(ExportSettings, {"run_dir": tmp_path, "to": long}))
-
-
-def test_what_another_export_has_begun_is_no_file_of_the_user_s(tmp_path: Path) -> None:
-    for name, taken in ((".x.0123abcd.part", False), ("model.keras", True)):
-        (tmp_path / name).mkdir()
-        with pytest.raises(UserError, match="exists; give an empty folder" if taken else "there is no run"):
-            export.export(make(ExportSettings, {"run_dir": tmp_path / "none", "to": tmp_path}))

@@ -1,6 +1,5 @@
 """The comparison with peers: its arithmetic, its turns, and that PyTorch's side trains the same net."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,28 +7,19 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import nets, tower
-from benchmarks.peers import network, rates, sides
+from benchmarks import nets
+from benchmarks.peers import rates, sides
 from benchmarks.peers.__main__ import LOG_EVERY, main
-from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data import augment
-from hvd_cifar.errors import UserError
 from hvd_cifar.training.plan import plan, resolve
-from tests.cluster.hosts import Host
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
-
-
-def test_a_rate_runs_from_the_first_stamp_to_the_last() -> None:
-    stamps = [Stamp(100.0, 30), Stamp(101.0, 40), Stamp(104.0, 50)]
-    assert rates.rate(stamps, 256) == 20 * 256 / 4.0
 
 
 def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
@@ -40,46 +30,6 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
     head, _, _, last = rates.table({"other": {"none": base}, "ours": {"none": faster}}, "other").splitlines()
     assert head == "| side | images/s | ratio to other | n |"
     assert last == "| ours | 1,200 (750 to 1,350) | 1.500 (1.500 to 1.500) | 5 |"
-
-
-def test_a_slower_link_is_told_by_what_a_side_keeps_of_its_own_rate_and_beside_the_base() -> None:
-    other = {"none": [1000.0, 500.0], "1gbit": [800.0, 400.0]}
-    ours = {"none": [2000.0, 1000.0], "1gbit": [500.0, 250.0]}
-    head, _, _, last = rates.table({"other": other, "ours": ours}, "other").splitlines()
-    assert head.endswith("| ratio to other | ratio to other at 1gbit | at 1gbit to other without a limit | n |")
-    assert [word.split()[0] for word in last.split("|")[1:-1]] == [
-        *("ours", "1,500", "375", "0.250", "2.000", "0.625", "0.500", "2"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "hosts, ranks, links, said",
-    [
-        (1, 2, ["100mbit"], "--link 100mbit: one host has no link; add --hosts 2"),
-        (2, 2, ["none", "fast"], "--link fast: not a rate; write it as 100mbit or 1gbit"),
-        (2, 3, [], "--ranks 3: not a multiple of --hosts 2"),
-        (10**5, 10**5, ["1gbit"], "each needs a core of its own"),
-    ],
-)
-def test_hosts_that_cannot_be_made_are_told_of(hosts: int, ranks: int, links: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        network.check(hosts, ranks, links)
-
-
-def test_ranks_are_spread_evenly_over_hosts(tmp_path: Path) -> None:
-    pids = (os.getpid(), os.getppid())
-    hosts = tuple(Host(f"node{i}", f"10.0.0.{i}", tmp_path, tmp_path, pid=pid) for i, pid in enumerate(pids))
-    work = sides.Work("resnet20", "float32", 4, 100, 1, 5, tmp_path, tmp_path / "python", tmp_path, hosts)
-    for name in sides.sides_of("resnet20", over_hosts=True):
-        side = sides.SIDES[name](work)
-        targets = [int(words[words.index("--target") + 1]) for words in side.commands]
-        if name in (sides.OURS, sides.OURS_AT_ONCE):
-            (words,) = side.commands
-            assert targets == [pids[0]] and words[words.index("-H") + 1] == "node0:2,node1:2"
-            assert (words[-2:] == ["--overlap", "off"]) == (name == sides.OURS_AT_ONCE)
-        else:
-            assert targets == [pids[0], pids[0], pids[1], pids[1]]
-    assert sides.ddp(work).environment["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 STEPPER = """
@@ -113,12 +63,6 @@ def test_a_paused_job_does_no_step_and_goes_on_where_it_was(tmp_path: Path) -> N
     assert metrics.read_text() == after
 
 
-def test_a_side_that_ends_is_told_of_with_its_output(tmp_path: Path) -> None:
-    side = Side("broken", [[sys.executable, "-c", "print('no such thing')"]], [tmp_path / "metrics.jsonl"], 10)
-    with Job(side, tmp_path, tmp_path) as job, pytest.raises(SystemExit, match=r"broken ended(.|\n)*no such thing"):
-        job.take_turn(20.0)
-
-
 @pytest.mark.parametrize("model", list(LOG_EVERY))
 def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> None:
     """Whole images, the batch that is asked for, and no end."""
@@ -143,20 +87,6 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
 def test_a_batch_that_peers_train_with_another_optimizer_is_refused(model: str, real_data: Path) -> None:
     done = CliRunner().invoke(main, ["--data-dir", str(real_data), "--model", model, "--batch-size", "129"])
     assert done.exit_code == 2 and "another optimizer than its peers" in done.output, done.output
-
-
-def test_towers_refuse_a_batch_that_ranks_train_with_muon(tmp_path: Path) -> None:
-    for given in ({"model": "tutorial", "global_batch_size": 512}, {"model": "fast"}):
-        with pytest.raises(UserError, match="the tutorial's step, which knows nothing of Muon"):
-            tower.train(make(TrainSettings, {**given, "run_dir": tmp_path / "run"}), 2, nudge=False)
-
-
-def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> None:
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path)]
-    side = Side("half", [sleeper, [str(tmp_path / "none")]], [], 1)
-    with pytest.raises(FileNotFoundError), Job(side, tmp_path, tmp_path):
-        pass
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
 
 
 def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
@@ -237,12 +167,3 @@ def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
     pad = augment.PAD if recipe.augmentation == "standard" else 0
     expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay, pad]
     assert [float(word) for word in found.split()] == pytest.approx(expected)
-
-
-@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
-def test_the_published_recipe_in_pytorch_learns_and_records_its_accuracies(real_data: Path, tmp_path: Path) -> None:
-    words = [str(PEERS / "bin/python"), "-m", "benchmarks.peers.published", "--data-dir", str(real_data)]
-    words += ["--steps", "60", "--evaluate-every", "40", "--output", str(tmp_path / "found.json")]
-    subprocess.run(words, cwd=CHECKOUT, check=True, timeout=300)
-    found = json.loads((tmp_path / "found.json").read_text())["test_accuracy"]
-    assert list(found) == ["40", "60"] and found["60"] > 0.2  # by chance: 0.1

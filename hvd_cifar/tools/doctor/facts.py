@@ -25,7 +25,7 @@ class HostFacts:
     """The facts of one host.
 
     code: a digest of this project's files.
-    cores, gpus: that ranks may use. memory: free, within the limits of control groups. shm: free in /dev/shm.
+    gpus: that ranks may use. memory: free, within the limits of control groups. shm: free in /dev/shm.
     temporary: the folder for temporary files. folder: the run's, or the nearest existing one above it.
     temporary_error, folder_error: why nothing can be written there; "": it can.
     """
@@ -33,7 +33,6 @@ class HostFacts:
     python: str
     packages: Mapping[str, str]
     code: str
-    cores: int
     gpus: list[str]
     memory: int
     shm: int

@@ -58,7 +58,6 @@ def facts(asked: "dict[str, Any]") -> "dict[str, Any]":
         "python": platform.python_version(),
         "packages": packages(),
         "code": code(),
-        "cores": devices.usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota()),
         "gpus": devices.visible_gpus(devices.list_gpus(), variables),
         "memory": devices.available_memory(swap=False),
         "shm": shutil.disk_usage(shm).free if os.path.isdir(shm) else 0,
