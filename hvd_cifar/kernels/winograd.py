@@ -27,17 +27,11 @@ PARTS = 8  # of a batch, computed one after the other, so that transformed value
 
 
 class Transforms(NamedTuple):
-    """Transform matrices, float64: y = outputs ((kernel g) * (inputs d)).
+    """Transform matrices: y = outputs ((kernel g) * (inputs d))."""
 
-    Attributes:
-        inputs: B [points * tiles, side].
-        kernel: G [points, taps].
-        outputs: A [side, points * tiles].
-    """
-
-    inputs: NDArray[np.float64]
-    kernel: NDArray[np.float64]
-    outputs: NDArray[np.float64]
+    inputs: NDArray[np.float64]  # B [points * tiles, side]
+    kernel: NDArray[np.float64]  # G [points, taps]
+    outputs: NDArray[np.float64]  # A [side, points * tiles]
 
 
 def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> bool:

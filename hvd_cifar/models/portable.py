@@ -104,19 +104,14 @@ def _twin(kind: Any, layer: Any) -> Any:
 
 def _set_weights(layer: Any, weights: list[Any]) -> None:
     layer.set_weights(weights)
-    finish(layer)
+    finish_all(layer)
 
 
-def finish(layer: Any) -> None:
-    """Have a layer of Keras that prepares numbers from its weights, such as Normalization, do it again."""
-    if callable(getattr(layer, "finalize_state", None)):
-        layer.finalize_state()
-
-
-def finish_all(model: keras.Model) -> None:
-    """`finish` all layers of a model whose weights have changed."""
-    for layer in model._flatten_layers(include_self=False):
-        finish(layer)
+def finish_all(layer: keras.layers.Layer) -> None:
+    """Have all layers in a layer or model that prepare numbers from their weights, as Normalization, do it again."""
+    for part in layer._flatten_layers():
+        if callable(getattr(part, "finalize_state", None)):
+            part.finalize_state()
 
 
 def _rebuilt(model: keras.Model, given: list[Any], call: Any) -> keras.Model:
