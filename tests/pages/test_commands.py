@@ -56,22 +56,17 @@ EXCEPTIONS = {
     "source": "of the shell that the user types in",
     "PEERS/bin/python": "needs PyTorch; tests/single/test_peers.py runs it where it is",
     "./run.sh --hostfile": NAME,
-    "mpirun --hostfile": NAME,
-    "horovodrun --hostfile": NAME,
 }
 # A page's placeholders, each a whole word, and what stands for it here.
 PLACEHOLDERS = {
     "COMMAND": "train",
     "D": "data",
     "R": "run",
-    "R/config.json": "run/config.json",
     "N": "2",
     "FILE": "my-hosts",
     "M": "tutorial",
     "P": "float32",
     "B": "64",
-    "S": "5",
-    "L": "1gbit",
     "PROGRAM.py": "examples/fit.py",
     "train.py": "examples/fit.py",
 }
