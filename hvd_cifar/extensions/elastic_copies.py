@@ -69,9 +69,8 @@ class ElasticCopies(Callback):
         self.job = job
 
     def on_build(self, run: Run) -> None:
-        """Have each step's results fetched: the copy counts skipped steps. Stop where the job only saves."""
+        """Have each step's results fetched: the copy counts skipped steps."""
         run.progress.fetches_each_step = True
-        run.progress.stop_requested |= self.job.saves_only
 
     def on_restore(self, run: Run) -> str | None:
         """Restore the newest whole copy on all ranks, if it is later than the present state.

@@ -17,67 +17,55 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvd_cifar.errors import DIVERGED, OUT_OF_SYNC, RESUME, UserError
+from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, lost_in
 from hvd_cifar.launch.job import Job, complain
-from hvd_cifar.launch.restarts import FINAL, last_step
+from hvd_cifar.launch.restarts import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
 from hvd_cifar.runtime.shared_memory import LABEL_BYTES, NONE, folder_of, newest_of, newest_version
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
-FAILURES_WITHOUT_A_STEP = 3
 ANSWER_SECONDS = 20.0  # for a host
-HOPELESS = (DIVERGED, OUT_OF_SYNC)  # parts of messages after which another start would fail in the same way
 
 Discover = Callable[[], tuple[Host, ...]]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of an elastic job.
-
-    sizes: the numbers of ranks that it may have.
-    ranks: -np; the first start waits for this number of slots, and takes more if they are there. The global batch is
-        --batch-size times this number. If it is None, the first start waits for the least number of ranks, and the
-        global batch is --batch-size times the ranks of this start.
-    seconds_to_wait: for enough slots.
-    cool_down: first and longest rest, for `Roster`.
-    batch_size: --batch-size, which limits the ranks to the examples of a micro-batch.
-    """
-
-    sizes: Sizes
-    ranks: int | None
-    seconds_to_wait: float
-    cool_down: tuple[float, float]
-    batch_size: int | None = None
 
 
 @dataclass
 class ElasticRun:
     """An elastic job from its first start to its end.
 
+    sizes: the numbers of ranks that it may have.
     discover: lists the current hosts.
     start: runs the command on hosts, with additional variables, and returns its exit code; raises Unreachable.
     job: runs what `start` starts.
+    ranks: -np; the first start waits for this number of slots, and takes more if they are there. None: it waits for
+        the least number of ranks, and the ranks that it has take the place of -np: times --batch-size they are the
+        global batch.
+    seconds_to_wait: for enough slots.
+    cool_down: first and longest rest, for `Roster`.
+    batch_size: --batch-size, which limits the ranks to the examples of a micro-batch.
     words: the command line that runs a command on a host; see `Way.words`.
     """
 
-    options: Options
+    sizes: Sizes
     discover: Discover
     start: Callable[[tuple[Host, ...], dict[str, str]], int]
     job: Job
     run_dir: Path
+    ranks: int | None = None
+    seconds_to_wait: float = 600
+    cool_down: tuple[float, float] = (10, 300)
+    batch_size: int | None = None
     words: Callable[[str, Sequence[str]], list[str]] = ssh.words
     name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        self.roster = Roster(*self.options.cool_down)
-        self.ranks = self.options.ranks or 0  # times --batch-size is the global batch
+        self.roster = Roster(*self.cool_down)
         self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
         self.doubted: set[str] = set()  # hosts that were lost or silent, and have not answered since
@@ -92,30 +80,24 @@ class ElasticRun:
 
     def run(self) -> int:
         """Start ranks until the job ends, and return its exit code."""
-        least = self.options.ranks or self.options.sizes.least
+        least = self.ranks or self.sizes.least
         without_a_step, step = 0, NONE
         while True:
             hosts = self._hosts(least)
             if hosts is None:
                 return RESUME
-            least = self.options.sizes.least
+            least = self.sizes.least
             code, lost = self._run_on(hosts)
-            gone = {one.host for one in lost if one.rank is None}
-            there = tuple(host for host in hosts if host.name not in gone)
-            if code == 2 and not self.job.asked and self._newest_copy(there) != NONE:  # perhaps of one rank
-                self._save(there)
-            is_final = code in FINAL and code != RESUME or any(r.encode() in self.job.tail for r in HOPELESS)
-            if self.job.asked or is_final:
+            if self.job.asked or code in FINAL and code != RESUME or is_hopeless(self.job.tail):
                 return code
-            now = self._newest_copy(there, above=step)
+            gone = {one.host for one in lost if one.rank is None}
+            now = self._newest_copy([host.name for host in hosts if host.name not in gone], above=step)
             # `now` may be less: a lost host had a newer copy.
             without_a_step, step = 0 if now > step else without_a_step + 1, now
             if code == RESUME and self.job.stops:  # stopped by `_watch` to add or remove ranks: no failure
                 without_a_step = 0
-            if without_a_step == FAILURES_WITHOUT_A_STEP:
+            if without_a_step == STARTS_WITHOUT_A_STEP:
                 complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
-                if now != NONE:
-                    self._save(there)
                 return code
             for one in lost:
                 self._lose(one, code)
@@ -132,16 +114,16 @@ class ElasticRun:
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
         self.ranks = self.ranks or slots_of(hosts)
-        if batch_size := self.options.batch_size:  # more ranks than examples in a micro-batch cannot start
-            sizes = self.options.sizes
-            sizes = replace(sizes, most=max(sizes.least, min(sizes.most, batch_size * self.ranks)))
-            self.options = replace(self.options, sizes=sizes)
+        if self.batch_size:  # more ranks than examples in a micro-batch cannot start
+            most = min(self.sizes.most, self.batch_size * self.ranks)
+            self.sizes = replace(self.sizes, most=max(self.sizes.least, most))
         self.used |= {host.name for host in hosts}
         ended = threading.Event()
         watch = threading.Thread(target=self._watch, args=[hosts, ended], daemon=True)
         watch.start()
         try:
-            code = self._start(hosts, saves_only=False)
+            code = self.start(hosts, {ELASTIC: json.dumps(ElasticJob(self.name, self.ranks))})
+            self.has_started = True
         except Unreachable as failure:
             complain(str(failure))
             return 1, [Lost(name) for name in failure.hosts]
@@ -158,12 +140,6 @@ class ElasticRun:
         named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]
         return code, named
 
-    def _start(self, hosts: tuple[Host, ...], saves_only: bool) -> int:
-        job = ElasticJob(self.name, self.ranks, saves_only)
-        code = self.start(hosts, {ELASTIC: json.dumps(job)})
-        self.has_started = True
-        return code
-
     def _lose(self, lost: Lost, code: int) -> None:
         if lost.host not in {host.name for host in self.found or ()}:
             return
@@ -177,7 +153,7 @@ class ElasticRun:
 
     def _hosts(self, least: int) -> tuple[Host, ...] | None:
         """The hosts to start on, once they have slots for `least` ranks; None: the time is up, or a signal came."""
-        end, told = time.monotonic() + self.options.seconds_to_wait, False
+        end, told = time.monotonic() + self.seconds_to_wait, False
         while True:
             usable = self._look()
             hosts = self._allowed(usable)
@@ -192,38 +168,16 @@ class ElasticRun:
                 told = True
                 complain(
                     f"elastic: {slots_of(hosts)} ranks are there, and {least} needed; "
-                    f"waiting up to {self.options.seconds_to_wait:g} s"
+                    f"waiting up to {self.seconds_to_wait:g} s"
                 )
-                self._save(hosts)
             if time.monotonic() > end:
-                complain(f"elastic: no {least} ranks within {self.options.seconds_to_wait:g} s (exit code {RESUME})")
+                complain(f"elastic: no {least} ranks within {self.seconds_to_wait:g} s (exit code {RESUME})")
                 return None
             if not self.job.wait(SECONDS_BETWEEN_LOOKS):
                 return None
 
-    def _save(self, hosts: tuple[Host, ...]) -> None:
-        """Write the newest state to disk before the job gives up or waits: it may wait in vain."""
-        if not self.used:
-            return
-        # One rank on each host that may have a copy.
-        everywhere = tuple(Host(host.name, 1) for host in self.found or () if host.name in self.used)
-        chosen = tuple(host for host in everywhere if host.name in {h.name for h in hosts}) or everywhere
-        if not chosen:
-            complain("elastic: the newest state is not saved: none of the hosts that have it is there")
-            return
-        versions = self._versions(chosen)
-        # A host without the newest copy may be the one that fails.
-        chosen = tuple(host for host in chosen if versions[host.name] == max(versions.values()))
-        try:
-            code = self._start(self._allowed(chosen), saves_only=True)
-        except UserError as failure:
-            complain(f"elastic: the newest state is not saved: {failure}")
-        else:
-            if code not in (0, RESUME):  # 0: no step was left to make
-                complain(f"elastic: the newest state is not saved: exit code {code}")
-
     def _allowed(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        return first_slots(hosts, self.options.sizes.fitting(slots_of(hosts)))
+        return first_slots(hosts, self.sizes.fitting(slots_of(hosts)))
 
     def _look(self) -> tuple[Host, ...]:
         """The usable hosts. If discovery fails, the usable ones of those found last."""
@@ -300,17 +254,13 @@ class ElasticRun:
         # Either may be old: a host that is no longer used keeps its copy, and another host may write the records.
         return max(newest_version(self._copy), last_step(self.run_dir / "metrics.jsonl") or NONE)
 
-    def _newest_copy(self, hosts: Sequence[Host], above: int = NONE) -> int:
+    def _newest_copy(self, hosts: Sequence[str], above: int) -> int:
         """The newest version of the state on this host or, where that is not `above`, on any of `hosts`; -1: none."""
         newest = newest_version(self._copy)
-        return newest if newest > above else max([newest, *self._versions(hosts).values()])
-
-    def _versions(self, hosts: Sequence[Host]) -> dict[str, int]:
-        """The newest version of the state on each of these hosts; -1: none."""
-        found = {host.name: newest_version(self._copy) for host in hosts}
-        for name, said in self._ask(found, ["head", "-c", str(LABEL_BYTES), str(self._copy)]).items():
-            found[name] = newest_of((said or b"")[-LABEL_BYTES:])  # after a login shell's text
-        return found
+        if newest > above:
+            return newest
+        said = self._ask(hosts, ["head", "-c", str(LABEL_BYTES), str(self._copy)]).values()
+        return max([newest, *(newest_of((label or b"")[-LABEL_BYTES:]) for label in said)])  # after a login's text
 
     @property
     def _copy(self) -> Path:

@@ -10,8 +10,6 @@ from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default
 from hvd_cifar.launch.job import complain
 from hvd_cifar.runtime import devices
 
-HOSTS_SHOWN = 3
-
 
 def ranks_of(hosts: tuple[Host, ...]) -> int:
     """All slots of the named hosts. Without hosts, one rank per GPU that the environment can use, else one per core."""
@@ -43,8 +41,7 @@ def note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
     told = [host if for_gpus else f"{count} on {host}" for host, count in gpus.items() if bool(count) != for_gpus]
     if not told:
         return
-    hosts = ", ".join(told[:HOSTS_SHOWN])
-    hosts += f" and {len(told) - HOSTS_SHOWN} more hosts" if len(told) > HOSTS_SHOWN else ""
+    hosts = ", ".join(told)
     if for_gpus:
         complain(f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {hosts}; is the driver loaded?")
     else:

@@ -15,37 +15,35 @@ from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch import validators
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
-from hvd_cifar.launch.elastic import ElasticRun, Options
+from hvd_cifar.launch.command import as_typed, leave_terminal, make_starter
+from hvd_cifar.launch.elastic import ElasticRun
 from hvd_cifar.launch.here import cores_here, is_for_gpus
 from hvd_cifar.launch.job import Job, Starter, complain, write
 from hvd_cifar.launch.request import Request
-from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
+from hvd_cifar.launch.restarts import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless, last_said, last_step, seconds_before
 from hvd_cifar.launch.roster import Sizes, slots_of
-from hvd_cifar.launch.start import as_typed, leave_terminal, make_starter
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.stalls import FLOOR
 
-ELASTIC_TIMEOUT, COOL_DOWN = 600, (10, 300)  # s
 # Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes
 # 874 MiB.
 LEAST_BYTES_OF_A_RANK = 300 << 20
 
 
-def launch(request: Request, ranks: int, stall_seconds: float) -> int:
-    """Run a job of this number of ranks; `stall_seconds`: as of `Job`. Returns its exit code."""
+def launch(request: Request, ranks: int) -> int:
+    """Run a job of this number of ranks, and return its exit code."""
     starter = make_starter(request, ranks)
     if request.settings.dry_run:
         write(1, os.fsencode(f"{as_typed(starter)}\n"))
         if request.validators:
             write(1, os.fsencode(f"{shlex.join(validators.words(request))}\n"))
         return 0
-    if starter.is_rank and not starter.proof and not request.validators:
+    if starter.is_rank and not (starter.proof or request.validators or request.settings.max_restarts):
         os.execve(starter.words[0], starter.words, starter.env)
 
     cores, all_ranks = cores_here(), ranks + request.settings.validation_ranks
     if all_ranks > cores and not starter.hosts:
         complain(f"note: {all_ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
-    job = Job(can_stop=request.command[0] == "train", stall_seconds=stall_seconds)
+    job = Job(can_stop=request.command[0] == "train")
     with validators.beside(request, hosts_of_ranks(request.hosts, ranks)):
         code = job.run(starter)
         if request.settings.max_restarts:
@@ -56,19 +54,24 @@ def launch(request: Request, ranks: int, stall_seconds: float) -> int:
 
 def _restart(code: int, request: Request, job: Job, starter: Starter) -> int:
     """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
-    failures: list[Failure] = []
-    run_dir = None if request.is_program else request.run_dir
+    most, restart, alike, step = request.settings.max_restarts, 0, 0, None
     while code not in FINAL and not job.asked:
-        failures.append(failure_of(code, job.tail, run_dir))
-        if reason := reason_to_give_up(failures, request.settings.max_restarts):
+        now = None if request.is_program else last_step(request.run_dir / "metrics.jsonl")
+        if now is None or now != step:
+            alike, step = 0, now
+        alike += bool(last_said(job.tail))  # else no rank ran: a host may be booting
+        reason = f"--max-restarts {most}" if restart == most else ""
+        if step is not None and alike == STARTS_WITHOUT_A_STEP:
+            reason = f"{alike} starts in a row ended after step {step}"
+        if is_hopeless(job.tail):
+            reason = "it would fail in the same way"
+        if reason:
             complain(f"exit code {code}; the job does not start again: {reason}")
             return code
-        seconds = seconds_before(len(failures))
-        complain(
-            f"exit code {code}; restart {len(failures)} of {request.settings.max_restarts} in {seconds:g} s, "
-            + ("from its own checkpoints" if run_dir is None else f"from the newest checkpoint in {run_dir}")
-        )
-        if not job.wait(seconds):
+        restart += 1
+        where = "its own checkpoints" if request.is_program else f"the newest checkpoint in {request.run_dir}"
+        complain(f"exit code {code}; restart {restart} of {most} in {seconds_before(restart):g} s, from {where}")
+        if not job.wait(seconds_before(restart)):
             return RESUME
         code = job.run(starter)
     return code
@@ -87,8 +90,6 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     micro_batches = (settings.global_batch_size or 0) // settings.gradient_accumulation
     if limit := micro_batches or (settings.batch_size or 0) * (request.ranks or 0):
         sizes = replace(sizes, most=max(sizes.least, min(sizes.most, limit)))
-    timeout = request.settings.elastic_timeout or ELASTIC_TIMEOUT
-    options = Options(sizes, request.ranks, timeout, request.settings.cool_down or COOL_DOWN, settings.batch_size)
     hosts, least = request.hosts or (Host("localhost", sizes.most),), request.ranks or sizes.least
     if not request.discover and slots_of(hosts) < least:
         raise UserError(
@@ -97,9 +98,9 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         )
     ranks = max(request.ranks or 0, sizes.fitting(slots_of(hosts)))  # the first start awaits -np
     if request.settings.dry_run:
-        return launch(request, ranks, 0.0)
+        return launch(request, ranks)
     check_early(request, ranks, settings)
-    job = Job(can_stop=True, stall_seconds=stall_seconds_of(settings))
+    job = Job(can_stop=True)
     starts = itertools.count()
 
     def start_on(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
@@ -110,7 +111,18 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         return job.run(make_starter(now, slots_of(chosen)))
 
     way = slurm if request.in_slurm else ssh
-    run = ElasticRun(options, request.discover or (lambda: hosts), start_on, job, request.run_dir, way.words)
+    run = ElasticRun(
+        sizes,
+        request.discover or (lambda: hosts),
+        start_on,
+        job,
+        request.run_dir,
+        ranks=request.ranks,
+        seconds_to_wait=request.settings.elastic_timeout or 600,
+        cool_down=request.settings.cool_down or (10, 300),
+        batch_size=settings.batch_size,
+        words=way.words,
+    )
     try:
         code = run.run()
     finally:
@@ -132,10 +144,3 @@ def check_early(request: Request, ranks: int, settings: Any) -> None:
             f"{here} ranks on this host need at least {here * LEAST_BYTES_OF_A_RANK / 2**30:.1f} GiB of memory, and "
             f"{available / 2**30:.1f} GiB are free: start at most {available // LEAST_BYTES_OF_A_RANK} here (-np)"
         )
-
-
-def stall_seconds_of(settings: Any) -> float:
-    """How long what starts the ranks may be stopped; 0: for ever. `settings`: of any command."""
-    if not isinstance(settings, config.TrainSettings):
-        return 0.0
-    return FLOOR if settings.stall_seconds is None else settings.stall_seconds

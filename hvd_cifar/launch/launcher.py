@@ -10,7 +10,6 @@ which takes seconds.
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -29,12 +28,10 @@ from hvd_cifar.launch.cluster import slurm
 from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.here import ranks_of
 from hvd_cifar.launch.job import complain, write
-from hvd_cifar.launch.jobs import check_early, launch, launch_elastic, stall_seconds_of
+from hvd_cifar.launch.jobs import check_early, launch, launch_elastic
 from hvd_cifar.launch.request import Request, parse, with_allocation
 from hvd_cifar.runtime.environment import copies, launched_size
 
-# Enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
-FILES = 65_536
 MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in PYTHONPATH would take
 ALONE = ("export", "predict", "report")  # commands that run in a single process, not as ranks
 
@@ -44,7 +41,6 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
 
     `check` returns the settings of the command's options, and ends the process if they are wrong.
     """
-    _raise_limit_of_files()
     try:
         request = parse(argv)
         if not Path(".").exists():
@@ -86,7 +82,7 @@ def _start_ranks(request: Request, settings: Any) -> int:
         request, ranks = validators.set_apart(request, ranks)
     if settings is not None and not request.settings.dry_run:
         check_early(request, ranks, settings)
-    return launch(request, ranks, stall_seconds_of(settings))
+    return launch(request, ranks)
 
 
 def _note_foreign_modules(request: Request) -> None:
@@ -96,14 +92,6 @@ def _note_foreign_modules(request: Request) -> None:
         complain(f"note: your program imports {files[0]}, from PYTHONPATH, in the place of this environment's")
     elif files:
         complain(f"note: {files[0]}, from PYTHONPATH, is not imported: this environment's packages come first")
-
-
-def _raise_limit_of_files() -> None:
-    """Let this process and its children open as many files as they may, since it holds three pipes to each host."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _stop_early(number: int, _: object) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,18 +71,10 @@ def parse(argv: list[str]) -> Request:
 
 
 def _of_python(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The command, as `python PROGRAM ...` where it is written as such in another way. Raises UserError."""
-    word, *rest = command
-    path = Path(word)
-    if re.fullmatch(r"python3?(\.\d+)?", path.name):
-        if path.parent != Path() and not (path.exists() and path.absolute().parent == Path(sys.executable).parent):
-            raise UserError(f"{word}: ranks run in this environment's Python; write python {' '.join(rest)}")
-        command = (PYTHON, *rest)
-    elif path.suffix == ".py":
-        command = (PYTHON, word, *rest)
-    if command[0] == PYTHON and "-" in command[1:2]:
-        raise UserError("python -: ranks have no standard input; write the program to a file: python PROGRAM.py")
-    return command
+    """The command, as `python PROGRAM ...` where it is `python3 ...` or a file of Python."""
+    if command[0] == "python3":
+        return (PYTHON, *command[1:])
+    return (PYTHON, *command) if command[0].endswith(".py") else command
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:

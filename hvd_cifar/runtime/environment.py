@@ -73,12 +73,10 @@ class ElasticJob(NamedTuple):
 
     name: of the job; the same each time that its ranks start.
     ranks: times a rank's batch size, this gives the global batch.
-    saves_only: ranks write a checkpoint of the newest state, and stop.
     """
 
     name: str
     ranks: int
-    saves_only: bool = False
 
 
 class Beside(NamedTuple):

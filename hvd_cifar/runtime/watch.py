@@ -244,7 +244,7 @@ class Watch:
         place = str(self.run_dir / STALLS) if self.run_dir and self.run_dir.is_dir() else "above"
         ending = f"the run ends (exit code {STALLED}); stacks of all ranks that answer: {place}"
         complain(f"no progress for {seconds:.0f} s; {ending}")
-        # Last, and without times: the launcher compares last lines, and a job that fails twice in the same way ends.
+        # Last: the launcher keeps the last line of each start.
         for one in lost:
             complain(str(one))
         if not lost:

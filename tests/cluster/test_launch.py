@@ -236,27 +236,3 @@ def test_this_host_is_known_by_any_of_its_names(own: str, three_hosts: Cluster) 
         for host in three_hosts:
             three_hosts.set_names(host, three_hosts.names())
             host.must("hostname", host.name)
-
-
-def test_a_folder_that_other_hosts_lack_is_no_fault(three_hosts: Cluster) -> None:
-    """Ranks there start where a login does, as MPI has it."""
-    first = three_hosts[0]
-    (first.files / "only here").mkdir(exist_ok=True)
-    words = ["-H", "node1:1,node2:1", "python", "-c", WHERE]
-    script = f"cd {shlex.quote(str(three_hosts.own / 'only here'))} && exec {shlex.join([*launcher(), *words])}"
-    done = first.run(["sh", "-c", script], env=variables(first))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stderr.splitlines()) == [
-        f"rank 0 on node1: node1 {three_hosts.own / 'only here'} False []",
-        f"rank 1 on node2: node2 {Path.home()} False []",
-    ]
-
-
-def test_a_host_without_a_rank_needs_nothing(three_hosts: Cluster) -> None:
-    """Two slots on the first host are enough for two ranks: the others are not even asked."""
-    three_hosts.cut(three_hosts[1])
-    words: list[str | Path] = ["--dry-run", "-np", "2", "--hostfile", three_hosts.hostfile(2, 1, 1), "train"]
-    done = _launch(three_hosts[0], words)
-    three_hosts.restore(three_hosts[1])
-    assert done.returncode == 0, done.stderr
-    assert "node2" not in done.stdout and "btl_tcp_if_include" not in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import sysconfig
@@ -74,23 +73,3 @@ def test_hosts_get_the_checkout_and_its_environment(prepared: Cluster) -> None:
     # It is the environment of that host's launcher.
     done = second.run([run_sh, "--dry-run", "train", "--dataset", "synthetic"], env=variables(second), timeout=400)
     assert done.returncode == 0 and "Setting up" not in done.stderr, done.stderr
-
-
-def test_a_host_whose_driver_is_too_old_for_an_environment_for_gpus(prepared: Cluster) -> None:
-    first, second, _ = prepared
-    record = first.files / "checkout" / ".venv" / installer.RECORD
-    before = record.read_text()
-    record.write_text(json.dumps(json.loads(before) | {"options": json.loads(before)["options"] | {"gpu": True}}))
-    settings = second.files / "ssh" / "sshd_config"
-    # Of several such lines sshd takes the first.
-    settings.write_text(f"SetEnv PATH={prepared.own}/bin:/usr/bin:/bin\n" + settings.read_text())
-    (second.files / "bin").mkdir(exist_ok=True)
-    (second.files / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 470.256.02, 8.0, NVIDIA A100\n")
-    (second.files / "bin" / "nvidia-smi").chmod(0o755)
-    os.kill(second.pid, 1)  # sshd reads its settings again
-    run_sh = prepared.own / "checkout" / "run.sh"
-    done = first.run([run_sh, "setup", "-H", "node1:1,node2:1"], env=variables(first), timeout=400)
-    record.write_text(before)
-    assert done.returncode == 1
-    assert "is set up (--gpu --packaged-mpi --test)" in done.stderr
-    assert "node2  FAILED: --gpu: driver 470.256.02, NVIDIA A100 (8.0); training on GPUs needs" in done.stderr

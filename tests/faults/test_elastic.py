@@ -100,7 +100,6 @@ def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
-    """The newest step is on disk as soon as the job waits, and again when a resumed job is told to stop."""
     launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]
     job = start(launcher, embedded, tmp_path / "run", *OPTIONS)
     try:
@@ -112,14 +111,4 @@ def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
     said = job.said()
     assert "elastic: 1 ranks are there, and 2 needed; waiting up to 2 s" in said
     assert "elastic: no 2 ranks within 2 s (exit code 75)" in said
-    (kept,) = checkpoints(job.run_dir)
-    assert kept >= max(runs.losses(job.run_dir)) >= 20
     assert not job.left()
-    again = start(launcher, embedded, tmp_path / "run", *OPTIONS)
-    try:
-        again.wait_for_step(kept + 5)
-        again.send(signal.SIGTERM)
-        assert again.wait() == RESUME, again.said()
-    finally:
-        again.end()
-    assert len(checkpoints(job.run_dir)) == 2 and "is lost" not in again.said().removeprefix(said)

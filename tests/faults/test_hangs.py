@@ -201,22 +201,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_starter_is_named() -> None:
-    """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
-    program = """
-from hvd_cifar.launch import job as module
-from hvd_cifar.launch.job import Job, Starter
-module.SECONDS_BETWEEN_ASKS = 0.1
-job = Job(can_stop=True, stall_seconds=0.5)
-words = ["sh", "-c", "kill -STOP $$"]
-raise SystemExit(job.run(Starter(words, {})))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == STALLED and "sh is stopped (SIGSTOP or a debugger); the job ends" in done.stderr
-
-
 FAULTS = """
 import pathlib, threading, time
 import hvd_cifar

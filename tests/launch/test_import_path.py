@@ -64,7 +64,6 @@ def _executed(folder: Path) -> str:
         (["report", "."], 2),
         (["predict", ".", "x.png"], 2),
         (["train", "--help"], 0),
-        (["doctor", "--help"], 0),
         (["setup"], 0),
         (["-np", "2", "--validation-ranks", "1", "--dry-run", "train"], 0),
     ],

@@ -33,7 +33,7 @@ def _restored(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run_of(name: str) -> tuple[Any, Any]:
-        job = SimpleNamespace(name=name, saves_only=False)
+        job = SimpleNamespace(name=name)
         run = SimpleNamespace(world=world, state=state, ranks=Ranks(), tell=lambda event: None)
         return elastic_copies.ElasticCopies(job), run  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from hvd_cifar.launch import job as launch_job
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
-from hvd_cifar.launch.elastic import ElasticRun, Options
+from hvd_cifar.launch.elastic import ElasticRun
 from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots
@@ -95,7 +96,7 @@ def test_what_was_lost_is_read_from_what_the_launcher_said() -> None:
 
 
 def test_an_elastic_job_travels_in_a_variable() -> None:
-    job = ElasticJob("name", 4, True)
+    job = ElasticJob("name", 4)
     assert elastic_job({"HVD_CIFAR_ELASTIC": json.dumps(job)}) == job
     assert elastic_job({}) is None
 
@@ -180,20 +181,18 @@ def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(
         started.append(hosts)
         return int(len(started) == 1)
 
-    run = ElasticRun(Options(Sizes(2, 8), None, 60, (1, 1)), discover, start, Job(can_stop=True), tmp_path)
+    run = ElasticRun(Sizes(2, 8), discover, start, Job(can_stop=True), tmp_path)
     run._watch = lambda hosts, ended: None  # type: ignore[method-assign]  # which looks for hosts also
     assert run.run() == 0
     run.clean_up()
     assert started == [HOSTS, HOSTS]
     said = capfd.readouterr().err
-    assert "none of the hosts that have it is there" in said
     assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
 
 
 def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     codes = iter([1, 0])
-    options = Options(Sizes(1, 8), None, 1, (1, 1))
-    run = ElasticRun(options, lambda: HOSTS, lambda *_: next(codes), Job(can_stop=True), tmp_path)
+    run = ElasticRun(Sizes(1, 8), lambda: HOSTS, lambda *_: next(codes), Job(can_stop=True), tmp_path)
     assert run.run() == 0
     run.clean_up()
     assert capfd.readouterr().err == "hvd_cifar: elastic: exit code 1; all start again\n"
@@ -215,29 +214,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_needs_a_lost_host_waits_for_it(
     returns: bool, cool_down: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The host answers its sixth question, or none. The state is saved once, on the host that is there."""
+    """The host answers its sixth question, or none."""
     away, here = Host("nosuch.invalid", 1), Host("localhost", 1)
     asked, starts = tmp_path / "asked", []
 
-    def start(hosts: tuple[Host, ...], variables: dict[str, str]) -> int:
-        job = elastic_job(variables)
-        starts.append((hosts, job is not None and job.saves_only))
-        if away not in hosts:
-            return RESUME
+    def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
+        starts.append(hosts)
         if not asked.exists():
             raise Unreachable("ssh nosuch.invalid: no answer", [away.name])
         return 0
 
     answer = f"echo >> {asked}; {f'test $(wc -l < {asked}) -gt 5' if returns else 'exit 1'}"
     run = ElasticRun(
-        Options(Sizes(2, 2), None, 60 if returns else 1, cool_down), lambda: (here, away), start, Job(True), tmp_path
+        Sizes(2, 2), lambda: (here, away), start, Job(True), tmp_path, None, 60 if returns else 1, cool_down
     )
     run.words = lambda host, command: ["sh", "-c", answer]
     code = run.run()
     run.used.clear()  # there is nothing to remove from another host
     run.clean_up()
-    both = ((here, away), False)
-    assert starts == [both, ((here,), True), *[both] * returns]
+    assert starts == [(here, away)] * (1 + returns)
     assert code == (0 if returns else RESUME)
     said = capfd.readouterr().err
     assert said.count("1 ranks are there, and 2 needed") == 1
@@ -245,46 +240,27 @@ def test_a_job_that_needs_a_lost_host_waits_for_it(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("code", "starts", "saved"), [(1, 7, 1), (2, 5, RESUME)])
-def test_steps_that_only_another_host_sees_count_and_the_newest_state_is_saved_at_the_end(
-    code: int,
-    starts: int,
-    saved: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+def test_steps_that_only_another_host_sees_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Four starts make a step each, and fail; those after them make none. This host has an old copy and no records."""
     monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
-    away, kinds = (Host("nosuch.invalid", 1),), []
+    starts = itertools.count(1)
     there = TwoSlots(tmp_path / "there", LAYOUT, 4)
 
-    def start(_: tuple[Host, ...], variables: dict[str, str]) -> int:
-        job = elastic_job(variables)
-        kinds.append(job is not None and job.saves_only)
-        if kinds[-1]:
-            return saved
-        if len(kinds) <= 4:
-            there.write(10 + len(kinds), [_bytes(0, 4)])
-        return code if len(kinds) > 4 else 1
+    def start(*_: object) -> int:
+        if (number := next(starts)) <= 4:
+            there.write(10 + number, [_bytes(0, 4)])
+        return 1
 
-    run = ElasticRun(Options(Sizes(1, 1), None, 60, (1, 1)), lambda: away, start, Job(True), tmp_path)
+    run = ElasticRun(Sizes(1, 1), lambda: (Host("nosuch.invalid", 1),), start, Job(True), tmp_path)
     TwoSlots(own_folder(run.name) / "state", LAYOUT, 4).write(9, [_bytes(0, 4)])
-    run.words = lambda host, command: [
-        "sh",
-        "-c",
-        'echo welcome; exec "$@"',
-        "sh",
-        *command[:-1],
-        str(tmp_path / "there"),
-    ]
-    assert run.run() == code
+    script = ["sh", "-c", 'echo welcome; exec "$@"', "sh"]
+    run.words = lambda host, command: [*script, *command[:-1], str(tmp_path / "there")]
+    assert run.run() == 1
     run.used.clear()
     run.clean_up()
-    assert kinds == [False] * starts + [True]
-    said = capfd.readouterr().err
-    assert ("3 starts made no step" in said) == (code == 1)
-    assert ("elastic: the newest state is not saved: exit code 1\n" in said) == (saved == 1)
+    assert next(starts) == 8 and "3 starts made no step" in capfd.readouterr().err
 
 
 def test_clean_up_says_nothing_and_leaves_nothing(
@@ -293,7 +269,7 @@ def test_clean_up_says_nothing_and_leaves_nothing(
     monkeypatch.setattr(elastic, "ANSWER_SECONDS", 0.3)
     asked: list[str] = []
     before = set(psutil.Process().children())
-    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
+    run = ElasticRun(Sizes(1, 8), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
 
     def words(host: str, command: Sequence[str]) -> list[str]:
         asked.append(host)
@@ -307,12 +283,12 @@ def test_clean_up_says_nothing_and_leaves_nothing(
 
 
 def test_without_ssh_no_host_is_reached(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
+    run = ElasticRun(Sizes(1, 8), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
     run.words = lambda host, command: [str(tmp_path / "no ssh"), host, *command]
     assert run._lose_silent({"nosuch.invalid"})
     run.used = {"nosuch.invalid"}
     run.clean_up()
-    assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 1 s\n"
+    assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 10 s\n"
 
 
 @pytest.mark.usefixtures("quick")
@@ -329,7 +305,7 @@ def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None
         return _rank(ours, "import time; time.sleep(60)")
 
     few, more = (Host("localhost", 1),), (Host("localhost", 2),)
-    run = ElasticRun(Options(Sizes(1, 8), 1, 60, (1, 1)), lambda: more if started else few, start, ours, tmp_path)
+    run = ElasticRun(Sizes(1, 8), lambda: more if started else few, start, ours, tmp_path, ranks=1)
     began = time.monotonic()
     assert run.run() == 0
     run.clean_up()

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import socket
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,15 +84,14 @@ def read_hostfile(path: Path, counts_cores: bool = True) -> tuple[Host, ...]:
 @functools.cache
 def _cores_of(name: str) -> int:
     """The cores of a host. Raises UserError where it cannot be asked."""
-    words, why = ["nproc"] if is_local(name) else ssh.words(name, ["nproc"]), ssh.NO_SSH
+    if is_local(name):
+        return len(os.sched_getaffinity(0))
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-        if done.returncode == 0 and done.stdout.split()[-1].isdecimal():  # after a login shell's text
-            return int(done.stdout.split()[-1])
-        why = ssh.explain(name, done.stderr)
-    except (OSError, subprocess.TimeoutExpired, LookupError) as failure:
-        why = why if isinstance(failure, FileNotFoundError) else f"ssh {name}: it does not say how many cores it has"
-    raise UserError(f"--hostfile: {name} stands there without slots=N, and cannot be asked for its cores: {why}")
+        return int(ssh.ask(name, ["nproc"], 60).split()[-1])  # after a login shell's text
+    except (UserError, LookupError, ValueError) as failure:
+        raise UserError(
+            f"--hostfile: {name} stands there without slots=N, and cannot be asked for its cores: {failure}"
+        ) from None
 
 
 def _read_line(text: str, where: str) -> tuple[str, int | None]:

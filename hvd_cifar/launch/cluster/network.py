@@ -167,8 +167,7 @@ class Probe(Program):
         """Wait for the host's report. If none comes, return what is wrong with the host, and what to do."""
         if (said := self.hear(b"{")) is None:
             return self.why()
-        found = [(card["name"], card["address"], card["netmask"], card["speed"]) for card in said["interfaces"]]
-        cards = tuple(Card(name, address, _subnet(address, mask), speed) for name, address, mask, speed in found)
+        cards = tuple(Card(**card) for card in said["cards"])
         gpus = len(devices.visible_gpus(said["nvidia_smi"], said["variables"]))
         self.report = Report(said["hostname"], cards, tuple(said["ports"]), gpus)
         return None
@@ -183,16 +182,14 @@ class Probe(Program):
 def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
     """Probe all hosts at once. Yields the probes of hosts that report; of others, what is wrong and what to do."""
     probes: dict[str, Probe] = {}
-    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool:
-        try:
-            for host in participants.hosts:
-                probes[host] = Probe(participants, host)
-            answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
-            silent = {host: fault for host, fault in answers.items() if fault is not None}
-            yield {host: probe for host, probe in probes.items() if host not in silent}, silent
-        finally:  # inside the pool's block: its threads wait for these programs, and the pool for its threads
-            for probe in probes.values():
-                probe.end()
+    # The programs end inside the pool's block: its threads wait for them, and the pool for its threads.
+    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool, contextlib.ExitStack() as programs:
+        for host in participants.hosts:
+            probes[host] = Probe(participants, host)
+            programs.callback(probes[host].end)
+        answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
+        silent = {host: fault for host, fault in answers.items() if fault is not None}
+        yield {host: probe for host, probe in probes.items() if host not in silent}, silent
 
 
 @dataclass(frozen=True)
@@ -232,10 +229,6 @@ def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[li
                 port = closed[0] if len(closed) < len(ports[there]) else None
                 faults[number].append(NoWay(here, there, networks[number].cards[there], port))
     return faults
-
-
-def _subnet(address: str, netmask: str) -> str:
-    return str(ipaddress.ip_network(f"{address}/{netmask}", strict=False))
 
 
 def addresses(hosts: Iterable[str]) -> dict[str, str | None]:

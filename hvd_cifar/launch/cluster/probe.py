@@ -5,6 +5,7 @@ ports), and writes to which of them it could connect. It ends when its input is 
 package, since the host may have another version.
 """
 
+import ipaddress
 import json
 import os
 import socket
@@ -19,8 +20,8 @@ CONNECT_SECONDS = 3.0
 FIRST_MPI_PORT = 1024
 
 
-def interfaces() -> "list[dict[str, object]]":
-    """IPv4 addresses of cards that are up, except loopback; `speed` in Mbit/s, 0: unknown."""
+def cards() -> "list[dict[str, object]]":
+    """Network cards that are up, except loopback, as fields of `network.Card`."""
     found: list[dict[str, object]] = []
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -28,8 +29,9 @@ def interfaces() -> "list[dict[str, object]]":
         for entry in addresses:
             if entry.family != socket.AF_INET or not state or not state.isup or entry.address.startswith("127."):
                 continue
-            mask = entry.netmask or "255.255.255.255"
-            found.append({"name": name, "address": entry.address, "netmask": mask, "speed": max(0, state.speed)})
+            subnet = ipaddress.ip_network(f"{entry.address}/{entry.netmask or 32}", strict=False)
+            card = {"name": name, "address": entry.address, "subnet": str(subnet), "speed": max(0, state.speed)}
+            found.append(card)
     return found
 
 
@@ -67,7 +69,7 @@ def main() -> None:
     listening = listeners()
     report = {
         "hostname": socket.gethostname(),
-        "interfaces": interfaces(),
+        "cards": cards(),
         "ports": [listener.getsockname()[1] for listener in listening],
         "nvidia_smi": list_gpus(),
         "variables": {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"},

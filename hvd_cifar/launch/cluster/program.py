@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import shlex
 import subprocess
@@ -17,7 +16,6 @@ from hvd_cifar.launch.cluster import ssh
 
 NO_ENVIRONMENT = "no environment like this one"
 SET_UP = "./run.sh setup --hostfile FILE makes it on every host"
-LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Way(Protocol):
@@ -74,12 +72,7 @@ class Program:
         except FileNotFoundError as error:
             raise UserError(ssh.NO_SSH if error.filename == "ssh" else f"there is no {error.filename} here") from None
         except OSError as error:
-            limits = (
-                "; each host takes a process and three open files here: raise the limits (ulimit -u, ulimit -n)"
-                if error.errno in LIMITS
-                else ""
-            )
-            raise UserError(f"cannot start {command[0]} for {host}: {error.strerror}{limits}") from None
+            raise UserError(f"cannot start {command[0]} for {host}: {error.strerror}") from None
         self._seconds = seconds
         self._limit = threading.Timer(seconds, self._stop)
         self._limit.daemon = True

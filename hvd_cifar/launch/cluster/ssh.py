@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Sequence
+from typing import Any
+
+from hvd_cifar.errors import UserError
 
 # BatchMode: nobody is there to answer a question. ServerAlive: the connection to a lost host ends after 30 s.
 _SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
@@ -32,6 +36,22 @@ def words(host: str, command: Sequence[str]) -> list[str]:
         escaped = line.replace("\\", r"\\").replace("\n", r"\n").replace("!", r"\0041")
         line = shlex.join(["sh", "-c", 'eval "exec $(printf %b "$0")"', escaped])
     return ["ssh", *OPTIONS, host, line]
+
+
+def ask(host: str, command: Sequence[str], seconds: float, stdin: Any = subprocess.DEVNULL) -> str:
+    """What a command prints on a host. Raises UserError where it fails, and where the host does not answer."""
+    try:
+        done = subprocess.run(words(host, command), stdin=stdin, capture_output=True, timeout=seconds)
+    except FileNotFoundError:
+        raise UserError(NO_SSH) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"no answer within {seconds:g} s") from None
+    complaint = done.stderr.decode(errors="replace")
+    if done.returncode == FAILED:
+        raise UserError(explain(host, complaint))
+    if done.returncode:
+        raise UserError((complaint.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return done.stdout.decode(errors="replace")
 
 
 def diagnose(host: str, complaint: str) -> tuple[str, str]:

@@ -5,10 +5,9 @@ import platform
 import shutil
 from pathlib import Path
 
-from hvd_cifar.launch.install import cache
 from hvd_cifar.launch.install.machine import Machine
-from hvd_cifar.launch.install.steps import StepFailed, Steps, say
-from hvd_cifar.launch.install.versions import Environment
+from hvd_cifar.launch.install.packages import Environment
+from hvd_cifar.launch.install.steps import StepFailed, Steps, built, say
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
@@ -46,7 +45,7 @@ def compile_into(steps: Steps, venv: Path, environment: Environment, machine: Ma
     tensorflow = environment.folder / "tensorflow"
     names = "convolutions, compiled before", "convolutions"
     try:
-        found = cache.built(
+        found = built(
             steps, names, made_of, venv / "wheels", lambda work: _compile(steps, machine.compiler[0], tensorflow, work)
         )
     except StepFailed as error:

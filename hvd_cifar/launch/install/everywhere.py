@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
+from hvd_cifar.launch.install.packages import differences, last_line, versions_of
 from hvd_cifar.launch.install.steps import say
-from hvd_cifar.launch.install.versions import differences, last_line, versions_of
 
 # What is sent beside `.venv`. Nothing else of the checkout's top folder is: users keep runs, data and keys there.
 FOLDERS = ("hvd_cifar", "benchmarks", "examples", "hostfiles")
@@ -48,10 +50,6 @@ rm -rf hvd_cifar .venv && mv .new/hvd_cifar .new/.venv . && cp -Rp .new/. . && r
 TF_CPP_MIN_LOG_LEVEL=2 .venv/bin/python -I hvd_cifar/runtime/check_build.py {gpu} >/dev/null || exit 1
 mv .new-{sent} {sent}
 """
-
-
-class HostFailed(Exception):
-    """A host could not be set up. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +90,30 @@ def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
         for name in others:
             try:
                 say(f"{name:{width}}  ready: {_set_up(name, here, token)}")
-            except HostFailed as failure:
+            except UserError as failure:
                 say(f"{name:{width}}  FAILED: {failure}")
                 code = 1
     return code
 
 
 def _set_up(name: str, here: Here, token: Path) -> str:
-    """Set up a host, and return what to say of it. Raises HostFailed."""
+    """Set up a host, and return what to say of it. Raises UserError."""
     stamp = here.stamp()
     state = last_line(_ask(name, here.fill(ASK, token=str(token), stamp=stamp)))
     if state == "shared":
         return "shares this checkout"
     if state == "own":
-        raise HostFailed(f"{here.checkout} there is not from set-up here: move it away, or set it up there")
+        raise UserError(f"{here.checkout} there is not from set-up here: move it away, or set it up there")
     if state not in ("same", "none"):
-        raise HostFailed(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
+        raise UserError(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
     if state == "none" or _differences(name, here):
         say(f"{name}: gets the checkout and its environment")
         _send(name, here, stamp)
-        if different := _differences(name, here):
-            raise HostFailed(f"other versions than here: {', '.join(different)}")
     return f"{len(here.packages)} packages, versions as here"
 
 
 def _send(name: str, here: Here, stamp: str) -> None:
-    """Send a host the files and the environment, and check it there. Raises HostFailed."""
+    """Send a host the files and the environment, and check it there. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, SENT).write_text(stamp)
         words = ["tar", "-C", str(here.checkout), "-cf", "-", *files_of(here.checkout), ".venv", "-C", folder, SENT]
@@ -125,34 +121,22 @@ def _send(name: str, here: Here, stamp: str) -> None:
         with complaints.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file) as tar:
             try:
                 _ask(name, here.fill(RECEIVE), tar.stdout, SECONDS_TO_RECEIVE)
-            except HostFailed:
+            except UserError:
                 tar.kill()
                 raise
         if tar.returncode > 1:  # 1: a file changed meanwhile, as by another link to it
-            raise HostFailed((complaints.read_text().strip().splitlines() or ["tar failed"])[-1])
+            raise UserError((complaints.read_text().strip().splitlines() or ["tar failed"])[-1])
 
 
 def _differences(name: str, here: Here) -> list[str]:
-    """Packages of a host of other versions than here. Raises HostFailed."""
+    """Packages of a host of other versions than here. Raises UserError."""
     python = str(here.checkout / ".venv" / "bin" / "python")
     return differences(here.packages, versions_of(lambda text: _ask(name, shlex.join([python, "-I", "-c", text]))))
 
 
-def _ask(name: str, script: str, stdin: object = subprocess.DEVNULL, seconds: float = SECONDS_TO_ANSWER) -> str:
-    """The output of a shell script on a host. Raises HostFailed."""
-    command = ssh.words(name, ["sh", "-c", script])
-    try:
-        done = subprocess.run(command, stdin=stdin, capture_output=True, timeout=seconds)  # type: ignore[call-overload]
-    except FileNotFoundError:
-        raise HostFailed(ssh.NO_SSH) from None
-    except subprocess.TimeoutExpired:
-        raise HostFailed(f"no answer within {seconds:g} s") from None
-    complaint = done.stderr.decode(errors="replace")
-    if done.returncode == ssh.FAILED:
-        raise HostFailed(ssh.explain(name, complaint))
-    if done.returncode:
-        raise HostFailed((complaint.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    return str(done.stdout.decode(errors="replace"))
+def _ask(name: str, script: str, stdin: Any = subprocess.DEVNULL, seconds: float = SECONDS_TO_ANSWER) -> str:
+    """The output of a shell script on a host. Raises UserError."""
+    return ssh.ask(name, ["sh", "-c", script], seconds, stdin)
 
 
 @contextlib.contextmanager

@@ -1,25 +1,28 @@
-"""Build Horovod for an environment."""
+"""Build Horovod for an environment, and lay its interface to Keras 3 over it."""
 
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_cifar.launch.install import cache, layer
 from hvd_cifar.launch.install.machine import Machine
-from hvd_cifar.launch.install.patch import apply_patch
-from hvd_cifar.launch.install.steps import Steps
-from hvd_cifar.launch.install.versions import Environment
+from hvd_cifar.launch.install.packages import Environment
+from hvd_cifar.launch.install.steps import Steps, built
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 PATCHES = [FOLDER / f"horovod-{VERSION}{part}.patch" for part in ("", "-launcher")]
 # For GPUs, in addition: a patch, the host code of the CUDA kernels, and the program that compiles their device code.
 GPU_PATCH = FOLDER / f"horovod-{VERSION}-gpu.patch"
 KERNELS = FOLDER / "cuda_kernels.cc"
 COMPILE_KERNELS = FOLDER / "cuda_kernels.py"
+# The layer of Python over what is compiled; see `lay_over`.
+LAYER_PATCH = FOLDER / f"horovod-{VERSION}-keras3.patch"
+LIBRARY = FOLDER.parents[1] / "distributed"
+ENTRY = LIBRARY / "keras3" / "entry.py"
 
 # WITH makes the build fail if a feature cannot be built. Without it, Horovod would silently leave the feature out.
 SETTINGS = {
@@ -80,7 +83,7 @@ def build_environment(
 
 
 def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine, tools: list[str]) -> Path:
-    """Horovod's wheel for an environment, with the layer. `tools`: requirements of the build, to install there."""
+    """Horovod's compiled wheel for an environment. `tools`: requirements of the build, to install there."""
 
     def build(work: Path) -> Path:
         steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
@@ -91,8 +94,20 @@ def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine, 
         f"Horovod {VERSION}, built before",
         f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)",
     )
-    compiled = cache.built(steps, names, ingredients(environment, machine, os.environ), venv / "wheels", build)
-    return layer.lay_over(compiled)
+    return built(steps, names, ingredients(environment, machine, os.environ), venv / "wheels", build)
+
+
+def lay_over(packages: Path) -> None:
+    """Lay the interface to Keras 3 over an installed or unpacked Horovod. A change of it compiles nothing.
+
+    Horovod gets a copy of the library `hvd_cifar.distributed`, its `keras3/entry.py` as `horovod/keras3.py`, and the
+    patch that leads Horovod's names there.
+    """
+    apply_patch(LAYER_PATCH.read_text(), packages)
+    copy = packages / "horovod" / "_distributed"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(LIBRARY, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(ENTRY, packages / "horovod" / "keras3.py")
 
 
 def _build(steps: Steps, work: Path, venv: Path, environment: Environment, machine: Machine) -> Path:
@@ -145,3 +160,30 @@ def _source(steps: Steps, python: str, work: Path, gpu: bool) -> Path:
     for patch in (*PATCHES, *((GPU_PATCH,) if gpu else ())):
         apply_patch(patch.read_text(), source)
     return source
+
+
+def apply_patch(patch: str, folder: Path) -> None:
+    """Apply a unified diff, with names after `a/` and `b/`, to files under `folder`; it adds and removes none.
+
+    A minimal machine has no program `patch`, which would also accept inexact matches. Raises ValueError where a line
+    does not match. A file is written only if all its hunks match.
+    """
+    for part in re.split(r"(?m)^--- a/", patch)[1:]:
+        name, _, *diff = part.splitlines()
+        path = folder / name.split("\t")[0]
+        path.write_text(_patched(path, diff))
+
+
+def _patched(path: Path, diff: list[str]) -> str:
+    old, new, done = path.read_text().splitlines(), list[str](), 0  # `done`: lines of `old` copied or replaced
+    for line in diff:
+        kind, text = line[:1], line[1:]
+        if hunk := re.match(r"@@ -(\d+)", line):
+            new += old[done : int(hunk[1]) - 1]
+            done = int(hunk[1]) - 1
+            continue
+        if kind in "- " and old[done : done + 1] != [text]:
+            raise ValueError(f"{path} line {done + 1}: expected {text!r}, found {old[done : done + 1]}")
+        new += [text] if kind in "+ " else []
+        done += kind in "- "
+    return "\n".join(new + old[done:]) + "\n"

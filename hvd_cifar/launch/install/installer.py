@@ -2,7 +2,7 @@
 
 It may be interrupted at any time. It holds a lock on the checkout, marks the environment's record "complete" in its
 last step, and replaces an environment whose record is not complete. A `.venv` that this machine cannot run may serve
-jobs on machines that share the disk, so only --replace replaces it.
+jobs on machines that share the disk, so set-up leaves it alone.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from typing import Any, NoReturn
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
-from hvd_cifar.launch.install import convolutions, horovod, layer, machine, open_mpi, packages, wheels
+from hvd_cifar.launch.install import convolutions, horovod, machine, open_mpi, packages, wheels
 from hvd_cifar.launch.install.everywhere import LOCK, Here, set_up_hosts
+from hvd_cifar.launch.install.packages import Environment, environment_in
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
-from hvd_cifar.launch.install.versions import Environment, environment_in
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 USAGE = (
-    "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] "
+    "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] "
     "[-H HOSTS | --hostfile FILE], or ./run.sh wheel --to FOLDER [--gpu|--cpu] [--system-mpi|--packaged-mpi]"
 )
 PYTHON = str(VENV / "bin" / "python")
@@ -111,7 +111,7 @@ def _run(argv: list[str]) -> int:
             return 0
         with _lock() as lock:
             if not is_current(options):  # another set-up held the lock
-                _set_up(options, lock, wanted.replace)
+                _set_up(options, lock)
     elif command == "setup":
         say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
     if command == "wheel":
@@ -146,7 +146,6 @@ def _parser() -> _Parser:
         either.add_argument(name, action="store_true", default=None)
         either.add_argument(other, action="store_false", dest=name.strip("-").replace("-", "_"), default=None)
     parser.add_argument("--test", action="store_true", default=None)
-    parser.add_argument("--replace", action="store_true")
     parser.add_argument("--to", type=Path)
     return parser
 
@@ -173,7 +172,7 @@ def recorded_options(record: dict[str, Any]) -> Options:
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     """A hash of everything that set-up depends on, with the checkout's path, which an environment's scripts contain."""
     folders = [checkout / "hvd_cifar" / "launch" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
-    entry = layer.ENTRY.relative_to(CHECKOUT)  # the layer's other files come from this checkout in any case
+    entry = horovod.ENTRY.relative_to(CHECKOUT)  # Horovod takes the library's other files from this checkout itself
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
     for path in [checkout / "setup.cfg", checkout / entry, checkout / CHECK.relative_to(CHECKOUT), *sources]:
@@ -220,14 +219,14 @@ def _lock() -> contextlib.AbstractContextManager[int]:
     return locked(CHECKOUT / LOCK, "another set-up of this checkout is under way: waiting for it")
 
 
-def _set_up(options: Options, lock: int, replace_any: bool) -> None:
+def _set_up(options: Options, lock: int) -> None:
     begin = time.monotonic()
     _check_venv_module()
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
-    if not replace_any and _is_of_others():
+    if _is_of_others():
         raise UserError(
             f"{VENV} is no environment that this machine and user can run, and jobs elsewhere may use it: "
-            "run from a checkout of its own, or replace it with ./run.sh setup --replace"
+            "run from a checkout of its own, or remove it"
         )
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
@@ -235,8 +234,6 @@ def _set_up(options: Options, lock: int, replace_any: bool) -> None:
         say(f"  {here.gpu}. What was tried on a GPU: docs/gpu.md")
     before = read_record()
     fresh, base = not _can_be_updated(options, before), _base_python()
-    if os.path.lexists(VENV) and not VENV.is_dir():  # --replace, and it is a file or a link to nothing
-        VENV.unlink()
     VENV.mkdir(exist_ok=True)
     record = {"complete": False, "options": asdict(options), "python": _version() if fresh else before["python"]}
     _write_record(record)  # first: if set-up is killed while it removes files, the next one takes the folder over
@@ -306,10 +303,11 @@ def _install_horovod(steps: Steps, environment: Environment, here: machine.Machi
     with steps.step("check"):
         try:
             steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
+            horovod.lay_over(environment.folder)
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
-            shutil.rmtree(wheel.parents[1], ignore_errors=True)  # it may be at fault: the next set-up builds it again
+            shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
 
 

