@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -172,12 +172,7 @@ def _look_around(own: _Sight) -> tuple[list[list[_Sight]], int]:
     """
     if not hvd.mpi_enabled():
         return [[own] * hvd.local_size()], 0
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # Horovod has started MPI, and Horovod ends it
-    mpi4py.rc.finalize = False
-    from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
-
+    MPI = mpi()
     ranks = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=hvd.rank())
     first = ranks.bcast(hvd.rank())
     ranks.Free()
@@ -185,6 +180,17 @@ def _look_around(own: _Sight) -> tuple[list[list[_Sight]], int]:
     for at, sight in MPI.COMM_WORLD.allgather((first, own)):
         hosts.setdefault(at, []).append(sight)
     return list(hosts.values()), list(hosts).index(first)
+
+
+def mpi() -> Any:
+    """mpi4py's module MPI. Only after Horovod has started over MPI: under Gloo its import would try to start MPI."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # Horovod has started MPI, and Horovod ends it
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI
 
 
 def _choose(hosts: Sequence[Sequence[_Sight]]) -> list[list[int | None]]:

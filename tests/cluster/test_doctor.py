@@ -47,8 +47,8 @@ def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
     names = ["node1", "node2", "node3"]
     # Hosts that share cores may slow each other's messages; nothing else is to be found.
     found = _found(said)
-    assert code == 0 and set(found) <= {"job"}, (found, errors)
-    assert len({f["check"] for f in said["findings"]}) == 8
+    assert code == 0 and set(found) <= {"job", "links"}, (found, errors)
+    assert len({f["check"] for f in said["findings"]}) == 9
     assert {name: card["name"] for name, card in said["network"]["cards"].items()} == dict.fromkeys(names, "eth0")
     job = said["job"]
     assert job["wrong_values"] == 0 and job["bytes_per_second"] > 0 and not job["failure"]
@@ -118,11 +118,15 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         is_named("job", "warning : not started")
         assert not found
 
-        # Without these hosts the job runs, and is slow.
+        # Without these hosts the job runs, is slow, and finds the slow one, whose neighbours reach each other well.
         code, said, errors = _doctor(hosts, "-H", "node1:2,node4:1,node5:1", "--run-dir", "/tmp")
         found = _found(said)
         assert code == 0 and found["job"][0].startswith("warning : all-reduces are slow: "), (found, errors)
         assert said["job"]["bytes_per_second"] * 8 < 30e6
+        (line,) = found["links"]
+        assert line.startswith("warning node4: slow to node1 (") and "eth0 on node4" in line
+        to_slow, from_slow, around = said["job"]["links"]
+        assert max(to_slow, from_slow) * 8 < 30e6 < around * 8, said["job"]
         assert not any(host.processes() for host in hosts)
 
 

@@ -40,7 +40,7 @@ FACTS = HostFacts(
 )
 
 
-JOB = Job(how="4 ranks", bytes_per_second=5e8)
+JOB = Job(how="4 ranks", bytes_per_second=5e8, links=(9e8, 1e9, 8e8))
 HEALTHY = Subject(
     hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
     here="a",
@@ -115,8 +115,23 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
             _job(bytes_per_second=5e7),
             "warning",
             "slow: 400 Mbit/s; the cards have 10.0 Gbit/s",
-            "train --max-steps 300",
+            "see links",
         ),
+    ],
+    "links": [
+        (
+            _job(links=(1e8, 2e8, 1e9)),
+            "warning b",
+            "slow to a (800 Mbit/s) and c (1.6 Gbit/s); usual is 8.0",
+            "eth0 on b",
+        ),
+        (
+            _job(links=(1e9, 1e9, 1e8)),
+            "warning",
+            "slow between c and a alone: 800 Mbit/s",
+            "on c and ethtool -S eth0 on a",
+        ),
+        (_job(links=(1e8, 1e9, 1e8)), "warning a", "slow to c (800 Mbit/s) and b (800 Mbit/s)", "eth0 on a"),
     ],
 }
 
@@ -148,6 +163,8 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
     "fine",
     [
         replace(HEALTHY, hosts=(Host("a", 2),), facts={"a": FACTS}, network=None, job=Job(how="x")),
+        _job(links=()),  # two hosts
+        _job(links=(1e9, 6e8, 9e8)),  # sound links differ
         _on("b", shm=65536),  # one rank shares no memory
         _on("b", folder_error="Read-only file system", folder_free=0),  # rank 0 writes the run
         replace(_gpus(0, 0, 0, slots=1), hides_gpus=True),
@@ -158,12 +175,12 @@ def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
 
 
 OF_TWO = [Host("a", 2), Host("b", 1)]
-SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8])
+SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8, [1e9, 2e9, 3e9]])
 
 
 def test_what_a_job_said() -> None:
     done = job.result_of(0, SAID, "hvd_cifar: note: 3 ranks share\n", "", 5.0)
-    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, seconds=5.0)
+    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, links=(1e9, 2e9, 3e9), seconds=5.0)
 
 
 IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"

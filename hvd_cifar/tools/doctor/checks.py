@@ -5,6 +5,7 @@ A failure means that a run would fail. A warning means that it would be slow, or
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 
 from hvd_cifar.launch.install.packages import differences, plain
@@ -22,6 +23,9 @@ SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
 LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 # All-reduces are slow below this share of the slowest card's speed, and below this bandwidth between hosts.
 SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.05, 100e6 / 8
+# A link is slow below this share of the usual speed: a card or cable at its next lower rate has 0.4 of it (25 to 10
+# Gbit/s) or less, and the shortest tries of sound links differ by less.
+SLOW_OF_OTHERS = 0.5
 
 Found = tuple[list[Finding], str]  # what is wrong, and what to say where nothing is ("": nothing)
 Check = Callable[[Subject], Found]
@@ -188,9 +192,34 @@ def job(subject: Subject) -> Found:
         if done.bytes_per_second < max(SLOW_OF_CARD * promised, SLOW_BYTES_PER_SECOND):
             cards = f"; the cards have {speed(promised)}" if promised else ""
             text = f"all-reduces are slow: {speed(done.bytes_per_second)}{cards}"
-            wrong.append(Finding("warning", "", text, "./run.sh train --max-steps 300 names the slow host or link"))
+            wrong.append(Finding("warning", "", text, "see links; or the doctor on half of the hosts (-H), and so on"))
     rate = f", {speed(done.bytes_per_second)}" if done.bytes_per_second else ""
     return wrong, f"{done.how}; sums are right{rate} ({done.seconds:.0f} s)"
+
+
+def links(subject: Subject) -> Found:
+    """No host, and no link between neighbours in the ring of hosts, is much slower than the others."""
+    rates, names = subject.job.links if subject.job else (), [host.name for host in subject.hosts]
+    if len(rates) != len(names):  # too few hosts, or two names of one
+        return [], ""
+    # Of each host the faster link: in a ring of three one slow host slows two links, but no other host's faster one.
+    usual = statistics.median_low(max(rates[i - 1], rate) for i, rate in enumerate(rates))
+    slow, wrong = [rate < SLOW_OF_OTHERS * usual for rate in rates], []
+    for i, name in enumerate(names):
+        after = (i + 1) % len(names)
+        if slow[i - 1] and slow[i]:
+            text = f"slow to {names[i - 1]} ({speed(rates[i - 1])}) and {names[after]} ({speed(rates[i])})"
+            wrong.append(Finding("warning", name, f"{text}; usual is {speed(usual)}", _cable(subject, name)))
+        elif slow[i] and not slow[after]:  # no host of which both links are slow
+            text = f"slow between {name} and {names[after]} alone: {speed(rates[i])}; usual is {speed(usual)}"
+            wrong.append(Finding("warning", "", text, _cable(subject, name, names[after])))
+    return wrong, f"{counted(len(rates), 'link')} between neighbours: {speed(min(rates))} to {speed(max(rates))}"
+
+
+def _cable(subject: Subject, *names: str) -> str:
+    cards = subject.network.cards if subject.network else {}
+    places = " and ".join(f"ethtool -S {cards[name].name if name in cards else 'CARD'} on {name}" for name in names)
+    return f"{places}: errors? Then try another cable, or port of the switch"
 
 
 OF_HOSTS = {
@@ -202,4 +231,4 @@ OF_HOSTS = {
     "memory": memory,
     "disk": disk,
 }
-CHECKS = {**OF_HOSTS, "job": job}
+CHECKS = {**OF_HOSTS, "job": job, "links": links}

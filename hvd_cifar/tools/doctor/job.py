@@ -67,8 +67,8 @@ def result_of(code: int | None, output: str, errors: str, late: str, seconds: fl
     if late or code or not said:
         failure = late or _telling(lines) or f"it ended with exit code {code} and said nothing"
         return Job(failure, complaints, seconds=seconds)
-    how, wrong_values, rate = json.loads(said.removeprefix(RESULT))
-    return Job("", complaints, how, wrong_values, rate, seconds)
+    how, wrong_values, rate, links = json.loads(said.removeprefix(RESULT))
+    return Job("", complaints, how, wrong_values, rate, tuple(links), seconds)
 
 
 def _telling(complaints: Sequence[str]) -> str:
