@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def of_keras(given: argparse.Namespace) -> Iterator[Any]:
     import tensorflow as tf
 
     half = {"validation_split": 0.5, "subset": ("training", "validation")[given.rank]} if given.ranks == 2 else {}
-    found = tf.keras.utils.image_dataset_from_directory(
-        given.folder, image_size=(given.size, given.size), batch_size=BATCH, crop_to_aspect_ratio=True, seed=0,
-        verbose=False, **half,
-    )  # fmt: skip
+    with redirect_stdout(sys.stderr):  # it prints which half it takes
+        found = tf.keras.utils.image_dataset_from_directory(
+            given.folder, image_size=(given.size, given.size), batch_size=BATCH, crop_to_aspect_ratio=True, seed=0,
+            verbose=False, **half,
+        )  # fmt: skip
     scaled = found.map(lambda image, label: (image / 127.5 - 1, label), tf.data.AUTOTUNE)
     return iter(scaled.repeat().prefetch(tf.data.AUTOTUNE))
 
