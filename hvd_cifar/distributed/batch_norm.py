@@ -83,15 +83,12 @@ class Synchronized:
         learnt = variance * total / tf.maximum(total - 1.0, 1.0) if self._unbiased else variance
         self.moving_mean.assign(moving_mean + step * mean)
         self.moving_variance.assign(moving_variance + step * (learnt - moving_variance))
-        return self._scaled(shifted - tf.reshape(mean, along), variance, along)
-
-    def _scaled(self, centred: Any, variance: Any, along: list[int]) -> Any:
         scale = tf.math.rsqrt(variance + self.epsilon)
         if self.gamma is not None:
-            scale = tf.cast(self.gamma, centred.dtype) * scale
-        output = centred * tf.reshape(scale, along)
+            scale = tf.cast(self.gamma, real) * scale
+        output = (shifted - tf.reshape(mean, along)) * tf.reshape(scale, along)
         if self.beta is not None:
-            output += tf.reshape(tf.cast(self.beta, centred.dtype), along)
+            output += tf.reshape(tf.cast(self.beta, real), along)
         return tf.cast(output, self.compute_dtype)
 
 
@@ -105,7 +102,7 @@ class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
     Every rank must call the layer equally often: with `training`, it is a collective.
 
     Arguments, weights and saved form are those of `keras.layers.BatchNormalization`; some defaults differ. The moving
-    variance averages unbiased variances, as in TensorFlow's fused kernel. That kernel evaluates inputs [b, h, w, c].
+    variance averages unbiased variances, as in TensorFlow's fused kernel.
     """
 
     _unbiased = True
@@ -113,28 +110,6 @@ class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
     def __init__(self, momentum: float = 0.9, epsilon: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(momentum=momentum, epsilon=epsilon, **kwargs)
         _refuse_renorm(self)
-
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Inputs of any number of dimensions -> the same shape; with `training` a collective."""
-        if training and self.trainable:
-            return super().call(inputs, training, mask)
-        rank = inputs.shape.rank
-        axis = self.axis % rank
-        along = [inputs.shape[axis] if i == axis else 1 for i in range(rank)]
-        mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
-        if rank != 4 or axis != 3 or mean.dtype != tf.float32 or inputs.dtype == tf.float64:
-            real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
-            centred = tf.cast(inputs, real) - tf.reshape(tf.cast(mean, real), along)
-            return self._scaled(centred, tf.cast(variance, real), along)
-        return tf.raw_ops.FusedBatchNormV3(
-            x=inputs,
-            scale=tf.ones_like(mean) if self.gamma is None else tf.convert_to_tensor(self.gamma),
-            offset=tf.zeros_like(mean) if self.beta is None else tf.convert_to_tensor(self.beta),
-            mean=mean,
-            variance=variance,
-            epsilon=self.epsilon,
-            is_training=False,
-        ).y
 
     def portable(self, inputs: Any) -> Any:
         """The same in evaluation by Keras's own layer, in float32: its outputs for symbolic inputs."""

@@ -17,7 +17,6 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from . import buckets, names
 from .errors import TrainingError
@@ -31,11 +30,6 @@ ALL_RANKS = hvd.global_process_set
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 # Size of a message of `broadcast_variables`: large, so that messages are few; limited, since each is in memory twice.
 BROADCAST_BYTES = 2**26
-# Size of all ranks' pieces together in `gather_bytes`: limited, since every rank receives all of them.
-GATHER_BYTES = 2**24
-# The start of an object's pickle that is sent with its length: most objects need no second message.
-HEAD_BYTES = 4096
-LENGTH_BYTES = 8
 
 
 def broadcast_variables(
@@ -85,13 +79,7 @@ def broadcast_variables(
 
 def _refuse_differences(target: Any, variables: Sequence[Any], process_set: Any) -> None:
     """ValueError, on every rank, where ranks would broadcast other variables, or have other tables beside them."""
-    own = _described(target, variables)
-    digest_of_own = hashlib.sha256(repr([value for _, value, _ in own]).encode()).digest()
-    note(f"comparison of {len(variables)} variables")
-    digests = hvd.allgather(tf.constant(np.frombuffer(digest_of_own, np.uint8))[None, :], process_set=process_set)
-    if len(np.unique(digests.numpy(), axis=0)) == 1:
-        return
-    (first, expected), *others = all_gather_object((hvd.rank(), own), process_set)
+    (first, expected), *others = all_gather_object((hvd.rank(), _described(target, variables)), process_set)
     for rank, found in others:
         for its, other in zip_longest(expected, found):
             what, _, remedy = its or other
@@ -226,45 +214,18 @@ def all_gather_object(value: T, process_set: Any = ALL_RANKS) -> list[T]:
 
 def broadcast_object(value: T) -> T:
     """The object that rank 0 passes."""
-    if hvd.size() == 1:
-        return value
-    is_root = hvd.rank() == 0
-    content = np.frombuffer(cloudpickle.dumps(value) if is_root else b"", np.uint8)
-    head = np.zeros(LENGTH_BYTES + HEAD_BYTES, np.uint8)
-    head[:LENGTH_BYTES] = np.frombuffer(len(content).to_bytes(LENGTH_BYTES, "little"), np.uint8)
-    head[LENGTH_BYTES:][: len(content)] = content[:HEAD_BYTES]
-    head = broadcast_bytes(head)
-    length = int.from_bytes(head[:LENGTH_BYTES].tobytes(), "little")
-    received = head[LENGTH_BYTES:][:length]
-    if length > HEAD_BYTES:
-        rest = content[HEAD_BYTES:] if is_root else np.zeros(length - HEAD_BYTES, np.uint8)
-        received = np.concatenate([received, broadcast_bytes(rest)])
-    return value if is_root else pickle.loads(received.tobytes())
+    received = all_gather_object(value if hvd.rank() == 0 else None)[0]
+    return value if hvd.rank() == 0 else received  # type: ignore[return-value]
 
 
-def broadcast_bytes(content: NDArray[np.uint8], root_rank: int = 0) -> NDArray[np.uint8]:
-    """The bytes uint8 [n] that one rank passes; the other ranks may pass any number of bytes."""
-    if hvd.size() == 1:
-        return content
-    note(f"broadcast of bytes, {len(content)} here")
-    with tf.device("/CPU:0"):
-        return hvd.broadcast(tf.constant(content), root_rank).numpy()
-
-
-def gather_bytes(content: bytes, at_a_time: int = GATHER_BYTES) -> list[bytes]:
-    """The bytes of all ranks on rank 0, and [] on the others. A message holds at most `at_a_time` bytes of all ranks.
-
-    Every rank receives every piece, and all but rank 0 drop it: Horovod has no gather to one rank.
-    """
-    piece = max(1, at_a_time // hvd.size())
-    longest = max(all_gather_object(len(content)))
-    found = [bytearray() for _ in range(hvd.size())]
-    for start in range(0, longest, piece):
-        parts = all_gather_object(content[start : start + piece])
+def gather_bytes(content: bytes) -> list[bytes]:
+    """The bytes of all ranks on rank 0, and [] on the others: one message a rank, which all receive and drop."""
+    found = []
+    for rank in range(hvd.size()):
+        part = all_gather_object(content if hvd.rank() == rank else b"")[rank]
         if hvd.rank() == 0:
-            for whole, part in zip(found, parts, strict=True):
-                whole += part
-    return list(map(bytes, found)) if hvd.rank() == 0 else []
+            found.append(part)
+    return found
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
@@ -282,9 +243,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         result = function()
     except Exception as error:  # the other ranks must know of any error
         failure = error
-    # One number tells whether any rank failed; texts travel only then.
-    if all_reduce_sums([float(failure is not None)]) != [0.0]:
-        _raise_on_all(failure, all_gather_object(None if failure is None else _message(failure)))
+    _raise_on_all(failure, all_gather_object(None if failure is None else _message(failure)))
     return result  # type: ignore[return-value]
 
 

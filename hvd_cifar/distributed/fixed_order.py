@@ -17,8 +17,6 @@ from . import buckets, names
 
 T = TypeVar("T")
 
-FEW_VALUES = 4096  # up to this number the latency of a collective outweighs the transfer
-
 
 def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
     """((t0 + t1) + (t2 + t3)) + ...; takes terms one by one and keeps at most log2 of their number. Local."""
@@ -34,35 +32,22 @@ def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
     return total
 
 
-def all_reduce_in_tree(
-    values: Sequence[Any],
-    process_set: Any = hvd.global_process_set,
-    gather: bool | None = None,
-) -> list[Any]:
+def all_reduce_in_tree(values: Sequence[Any], process_set: Any = hvd.global_process_set) -> list[Any]:
     """Sums of tensors over the ranks, added in the order of the ranks by `add_in_tree`. A collective.
 
-    Two algorithms give the same bits. With all-to-all and all-gather, each rank receives all terms of its part of the
-    values, adds them, and sends the sums to all ranks: each rank sends 2 (N - 1) / N of the values, as in a ring
-    all-reduce. With one all-gather, every rank receives all terms of all values and adds them itself: it sends N - 1
-    times the values, but in one collective instead of two, which is faster for short messages.
+    By all-to-all each rank receives all terms of its part of the values; it adds them, and sends the sums to all ranks.
+    Each rank sends 2 (N - 1) / N of the values, as in a ring all-reduce.
 
     Args:
         values: tensors of one floating type, not bfloat16; the same shapes on every rank.
-        gather: True for the one all-gather; None: where there are at most `FEW_VALUES` values.
     """
     size = process_set.size()
     flat = buckets.flat(values)
-    if gather is None:
-        gather = flat.shape[0] is not None and flat.shape[0] <= FEW_VALUES
-    if gather:
-        terms = hvd.allgather(flat[None, :], process_set=process_set, **names.in_graph("Allgather", "terms"))
-        sums = _add_rows_in_tree(tf.ensure_shape(terms, [size, None]))
-    else:
-        length = tf.size(flat)
-        padded = tf.pad(flat, [[0, -length % size]])
-        terms = hvd.alltoall(padded, process_set=process_set, **names.in_graph("Allgather", "exchange"))
-        sums = _add_rows_in_tree(tf.reshape(terms, [size, -1]))
-        sums = hvd.allgather(sums, process_set=process_set, **names.in_graph("Allgather", "sums"))[:length]
+    length = tf.size(flat)
+    padded = tf.pad(flat, [[0, -length % size]])
+    terms = hvd.alltoall(padded, process_set=process_set, **names.in_graph("Allgather", "exchange"))
+    sums = _add_rows_in_tree(tf.reshape(terms, [size, -1]))
+    sums = hvd.allgather(sums, process_set=process_set, **names.in_graph("Allgather", "sums"))[:length]
     return buckets.pieces(sums, values)
 
 

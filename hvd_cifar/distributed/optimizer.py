@@ -149,40 +149,27 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
-    Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's; its other arguments
-    do not exist here. `fixed_order` and `bucket_bytes` are this project's own.
+    Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's.
 
-    The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
-    `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
-    loads and checkpoints as before. `keras.models.load_model` and `copy.deepcopy` of a compiled model return a plain
-    optimizer: wrap it again. The optimizer itself cannot be copied or pickled: copy the plain one, and wrap both.
+    The optimizer itself is changed and returned: its class becomes a subclass of the same name, which overrides
+    `apply`. All its state stays, and it saves, loads and checkpoints as before. It cannot be copied or pickled: copy
+    the plain one, and wrap both. `keras.models.load_model` returns a plain optimizer: wrap it again.
 
-    It works through `apply` and `apply_gradients`, eagerly, in a `tf.function` and in `model.fit`, and inside a
-    `keras.optimizers.LossScaleOptimizer`: ranks then skip a step together when the gradients of any of them are not
-    finite. A LossScaleOptimizer that is given here stays outside; its inner optimizer reduces the gradients.
+    It works eagerly, in a `tf.function`, in `model.fit`, and inside a `keras.optimizers.LossScaleOptimizer`: ranks then
+    skip a step together when the gradients of any of them are not finite. One that is given here stays outside.
 
-    Call `hvd.init()` first. A graph holds the number of ranks: under `hvd.elastic.run` make a `tf.function` inside the
-    decorated function. Wrap before the first step: a `tf.function` or `fit` that was traced with the plain
-    optimizer does not reduce, so compile such a model again. For `fit` on a GPU, compile the model with
-    `jit_compile=False`: XLA cannot compile Horovod's operations.
-
-    Ranks with other numbers of batches may end with `hvd.join()` only where all gradients are dense and `fixed_order`
-    is not set: Horovod would hang where a rank has joined and others gather rows or terms, so `join` raises after a
-    graph with such a gather. `sparse_as_dense=True` makes all gradients dense. Averages still divide by the number of
-    all ranks.
+    Call `hvd.init()` first, and wrap before the first step: a graph that was traced with the plain optimizer does not
+    reduce, and a graph holds the number of ranks. For `fit` on a GPU compile with `jit_compile=False`: XLA cannot
+    compile Horovod's operations. `hvd.join()` needs dense gradients without `fixed_order`, and raises otherwise.
 
     Args:
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
         op: "average" or "sum" over ranks (or `hvd.Average`, `hvd.Sum`). "sum" is for ranks that each feed their share
             of a global mean.
-        compression: "none" or "fp16" (or `hvd.Compression.none`, `hvd.Compression.fp16`).
-            fp16 sends gradients in half precision. Under "sum" each rank multiplies its share by the number of ranks
-            before the cast, so that what underflows (below 6e-8) or overflows (above 65504) in the cast does not
-            depend on the number of ranks. The sum is computed in half precision: over n ranks a mean above 65504 / n
-            becomes infinite (128 on 512 ranks).
-        backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
-            applied; `iterations` counts the updates. Each rank must make the same number of calls, and each call have
-            gradients of the same variables.
+        compression: "none" or "fp16" (or Horovod's). fp16 sends half precision, in which the sum is computed: over n
+            ranks a mean above 65504 / n becomes infinite. What underflows does not depend on the number of ranks.
+        backward_passes_per_step: each rank adds up the gradients of this many calls, which must be of the same
+            variables, before they are reduced and applied; `iterations` counts the updates.
         average_aggregated_gradients: divide that sum by the number of calls.
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank

@@ -44,7 +44,7 @@ def prove_averaging(optimizer: Any, contributions: Literal["average", "sum"] = "
             average, or a value beside the gradients is not the sum; it names ranks and numbers.
     """
     reduction = collectives.on_every_rank(lambda: _reduction_of(optimizer))
-    found = collectives.all_gather_object(_Proof(optimizer, reduction, contributions).failure())
+    found = collectives.all_gather_object(_failure(optimizer, reduction, contributions))
     for rank, failure in enumerate(found):
         if failure:
             raise TrainingError(f"{failure}, on rank {rank}; {REMEDY}")
@@ -63,76 +63,59 @@ def _reduction_of(optimizer: Any) -> Reduction:
     return reduction
 
 
-class _Proof:
-    """The updates of one proof, and what is wrong with their results."""
+def _failure(optimizer: Any, reduction: Reduction, contributions: str) -> str | None:
+    """What is wrong with the updates on this rank, in words. A collective."""
+    ranks, rank = 1, 0
+    if not reduction.is_local:
+        ranks, rank = reduction.process_set.size(), reduction.process_set.rank()
+    variables = list(inner_of(optimizer)._trainable_variables)
+    *begins, elements = accumulate((math.prod(v.shape) for v in variables), initial=0)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
-    def __init__(self, optimizer: Any, reduction: Reduction, contributions: str) -> None:
-        self.optimizer, self.reduction = optimizer, reduction
-        members = reduction.process_set
-        self.ranks: int = 1 if reduction.is_local else members.size()
-        self.rank: int = 0 if reduction.is_local else members.rank()
-        self.variables = list(inner_of(optimizer)._trainable_variables)
-        self.sizes = [math.prod(v.shape) for v in self.variables]
-        *self.begins, self.elements = accumulate(self.sizes, initial=0)
-        passes = 1 if reduction.average_passes else reduction.passes
-        self.expected = passes / (self.ranks if contributions == "average" else 1)
-        self.divides = reduction.average or reduction.average_passes
-
-    def failure(self) -> str | None:
-        """What is wrong on this rank, in words. A collective."""
-        sinks = [tf.Variable(tf.fill(v.shape, tf.cast(-1, v.dtype)), trainable=False) for v in self.variables]
-        step = tf.function(self._step, autograph=False)
-        scale = [self.optimizer.step_counter, self.optimizer.dynamic_scale] if self._scales else []
-        kept = [v.numpy() for v in scale]
-        found = None
-        with reduced_into(self.optimizer, sinks):
-            for first in range(0, self.ranks, self.elements):  # with few elements only some ranks have one at a time
-                for _ in range(self.reduction.passes):
-                    sums = step(tf.constant(first))
-                found = found or self._wrong(sinks, sums.numpy(), first)
-        for variable, value in zip(scale, kept, strict=True):
-            variable.assign(value)
-        return found
-
-    @property
-    def _scales(self) -> bool:
-        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
-
-    def _owners(self, begin: int, count: int, first: Any) -> Any:
-        """The rank whose part each of `count` elements from `begin` on is: int64 [count]."""
-        return (tf.range(begin, begin + count, dtype=tf.int64) + tf.cast(first, tf.int64)) % self.ranks
-
-    def _step(self, first: Any) -> Any:
+    @tf.function(autograph=False)
+    def step(first: Any) -> Any:
         """One update, and the sums of values: float32 [ranks]."""
-        parts = [
-            tf.reshape(tf.cast(self._owners(begin, size, first) == self.rank, v.dtype), v.shape)
-            for begin, size, v in zip(self.begins, self.sizes, self.variables, strict=True)
-        ]
         with tf.GradientTape() as tape:
-            products = [tf.reduce_sum(v.value * part) for v, part in zip(self.variables, parts, strict=True)]
-            loss = tf.add_n([tf.cast(product, tf.float32) for product in products])
-            loss = self.optimizer.scale_loss(loss) if self._scales else loss
-        gradients = tape.gradient(loss, [v.value for v in self.variables])
-        (sums,) = apply_and_sum(self.optimizer, gradients, self.variables, [tf.one_hot(self.rank, self.ranks)])
-        return sums
+            loss = tf.zeros(())
+            for begin, v in zip(begins, variables, strict=True):
+                part = tf.cast(_owners(begin, v.shape, first, ranks) == rank, v.dtype)
+                loss += tf.cast(tf.reduce_sum(v.value * part), tf.float32)
+            loss = optimizer.scale_loss(loss) if scales else loss
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        return apply_and_sum(optimizer, gradients, variables, [tf.one_hot(rank, ranks)])[0]
 
-    def _wrong(self, sinks: list[Any], sums: NDArray[Any], first: int) -> str | None:
-        for begin, sink in zip(self.begins, sinks, strict=True):
-            values = sink.numpy().ravel().astype(np.float64)
-            rounding = HALF if self.reduction.compression == "fp16" else 0.0
-            if self.divides:
-                rounding = max(rounding, 2.0 ** (1 - {2: 7, 4: 23, 8: 52}[sink.dtype.size]))
-            apart = np.flatnonzero(~(np.abs(values - self.expected) <= rounding * self.expected))
-            if len(apart):
-                owner = int(self._owners(begin, len(values), first).numpy()[apart[0]])
-                return (
-                    f"gradients are not averaged over the ranks: what must be {self.expected:.6g} is "
-                    f"{values[apart[0]]:.6g} where the gradient is rank {owner}'s"
-                )
-        wrong = np.flatnonzero(sums != 1)
-        if len(wrong):
-            return (
-                f"values beside the gradients are not summed over the ranks: what must be 1 is {sums[wrong[0]]:.6g} "
-                f"where the value is rank {wrong[0]}'s"
-            )
-        return None
+    sinks = [tf.Variable(tf.fill(v.shape, tf.cast(-1, v.dtype)), trainable=False) for v in variables]
+    scale = [optimizer.step_counter, optimizer.dynamic_scale] if scales else []
+    kept = [v.numpy() for v in scale]
+    expected = (1 if reduction.average_passes else reduction.passes) / (ranks if contributions == "average" else 1)
+    found = None
+    with reduced_into(optimizer, sinks):
+        for first in range(0, ranks, elements):  # with few elements only some ranks have one at a time
+            for _ in range(reduction.passes):
+                sums = step(tf.constant(first)).numpy()
+            for begin, sink in zip(begins, sinks, strict=True):
+                wrong = _wrong(sink.numpy(), expected, reduction)
+                if len(wrong) and not found:
+                    owner = int(_owners(begin, sink.shape, first, ranks).numpy().flat[wrong[0]])
+                    value = float(sink.numpy().flat[wrong[0]])
+                    found = f"gradients are not averaged over the ranks: what must be {expected:.6g} is {value:.6g} "
+                    found += f"where the gradient is rank {owner}'s"
+            if len(wrong := np.flatnonzero(sums != 1)) and not found:
+                found = "values beside the gradients are not summed over the ranks: what must be 1 is "
+                found += f"{sums[wrong[0]]:.6g} where the value is rank {wrong[0]}'s"
+    for variable, value in zip(scale, kept, strict=True):
+        variable.assign(value)
+    return found
+
+
+def _owners(begin: int, shape: Any, first: Any, ranks: int) -> Any:
+    """The rank whose part each element of a gradient of `shape` is, whose first element has the number `begin`."""
+    return tf.reshape((tf.range(begin, begin + math.prod(shape)) + first) % ranks, shape)
+
+
+def _wrong(values: NDArray[Any], expected: float, reduction: Reduction) -> NDArray[np.int64]:
+    """Where reduced gradients differ from `expected` by more than their rounding."""
+    rounding = HALF if reduction.compression == "fp16" else 0.0
+    if reduction.average or reduction.average_passes:
+        rounding = max(rounding, 2.0 ** (1 - {2: 7, 4: 23, 8: 52}[values.dtype.itemsize]))
+    return np.flatnonzero(~(np.abs(values.astype(np.float64) - expected) <= rounding * expected))

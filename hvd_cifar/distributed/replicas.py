@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from .collectives import all_gather_object, broadcast_bytes
+from .collectives import all_gather_object
 
 
 @dataclass(frozen=True)
@@ -23,30 +23,18 @@ class Divergence:
         variable: its path.
         others: number of variables after it that also differ.
         sides: lists of ranks with the same value; the list with the lowest rank comes first.
-        values: number of its values that differ between any two sides.
-        size: number of its values.
-        largest: the largest absolute difference of a value between the first side and another.
+        largest: the largest absolute difference of a value between the first side and the second.
     """
 
     variable: str
     others: int
     sides: list[list[int]]
-    values: int
-    size: int
     largest: float
 
     def __str__(self) -> str:
         first, *rest = (f"rank{'s' * (len(side) > 1)} {', '.join(map(str, side))}" for side in self.sides)
         more = f"; {self.others} variable{'s' * (self.others > 1)} after it also" if self.others else ""
-        return (
-            f"{self.variable} is not the same on {first} as on {' and on '.join(rest)}: {self.values:,} of "
-            f"{self.size:,} values, by up to {self.largest:.6g}{more}"
-        )
-
-
-def digests(variables: Sequence[keras.Variable]) -> list[bytes]:
-    """SHA-256 of each variable's bits. Local."""
-    return [hashlib.sha256(_array(variable).tobytes()).digest() for variable in variables]
+        return f"{self.variable} is not the same on {first} as on {' and on '.join(rest)}, by {self.largest:.6g}{more}"
 
 
 def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
@@ -57,7 +45,7 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
     """
     if hvd.size() == 1:
         return None
-    own = digests(variables)
+    own = [hashlib.sha256(v.numpy().tobytes()).digest() for v in variables]
     everything = np.frombuffer(hashlib.sha256(b"".join(own)).digest(), np.uint8)
     if len(np.unique(hvd.allgather(tf.constant(everything)[None, :]).numpy(), axis=0)) == 1:
         return None
@@ -67,35 +55,9 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
     sides: dict[bytes, list[int]] = {}
     for rank, theirs in enumerate(by_rank):
         sides.setdefault(theirs[different[0]], []).append(rank)
-    first_side, *other_sides = sides.values()
-    first = _from(first_side[0], variable)
-    differs = np.zeros(first.shape, bool)
-    largest = 0.0
-    for side in other_sides:  # one after the other: a variable of every rank may be more than a rank's memory
-        other = _from(side[0], variable)
-        differs |= _bits(first) != _bits(other)
-        with np.errstate(all="ignore"):
-            apart = np.abs(first.astype(np.float64) - other.astype(np.float64))
-        largest = max(largest, float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0)))
-    return Divergence(
-        variable=variable.path,
-        others=len(different) - 1,
-        sides=list(sides.values()),
-        values=int(differs.sum()),
-        size=int(differs.size),
-        largest=largest,
-    )
-
-
-def _from(rank: int, variable: keras.Variable) -> Any:
-    """A rank's value of a variable. A collective."""
-    own = _array(variable)
-    return broadcast_bytes(own.reshape(-1).view(np.uint8), rank).view(own.dtype).reshape(own.shape)
-
-
-def _array(variable: keras.Variable) -> Any:
-    return np.ascontiguousarray(variable.numpy()).reshape(variable.shape)
-
-
-def _bits(array: Any) -> Any:
-    return array.view(f"u{array.dtype.itemsize}")
+    one, other = (rank for rank, *_ in list(sides.values())[:2])
+    values: list[Any] = all_gather_object(variable.numpy() if hvd.rank() in (one, other) else None)
+    with np.errstate(all="ignore"):
+        apart = np.abs(values[one].astype(np.float64) - values[other].astype(np.float64))
+    largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
+    return Divergence(variable.path, len(different) - 1, list(sides.values()), largest)

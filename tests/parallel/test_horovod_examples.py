@@ -61,3 +61,27 @@ def test_an_elastic_fit_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "goes on at epoch 2 with 1 ranks" in done.stdout and "rank 0 of 1 ends after 5 epochs" in done.stdout
     assert "1 ranks, same weights on all ranks: True" in done.stdout
+
+
+RESTARTED = """
+import pathlib, sys
+import horovod.tensorflow as hvd
+hvd.init()
+saved = pathlib.Path(sys.argv[1])
+step = int(saved.read_text()) if saved.exists() else 0
+hvd.allreduce([1.0])  # all ranks have read
+if hvd.rank() == 0:
+    saved.write_text(str(step + 1))
+print(f"step {step}", flush=True)
+hvd.allreduce([1.0])
+sys.exit(3 if step < 2 and hvd.rank() == 1 else 0)
+"""
+
+
+def test_a_program_restarts_from_its_own_checkpoints(tmp_path: Path) -> None:
+    """Rank 1 fails in the first two starts."""
+    (tmp_path / "program.py").write_text(RESTARTED)
+    words = [str(CHECKOUT / "run.sh"), "-np", "2", "--max-restarts", "2", "python", "program.py", "saved"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and [done.stdout.count(f"step {step}") for step in range(4)] == [2, 2, 2, 0], done
+    assert "restart 2 of 2 in 2 s, from its own checkpoints" in done.stderr, done.stderr

@@ -77,11 +77,9 @@ def test_the_first_variable_that_differs_is_named_with_sides_and_amount(jobs: Jo
     assert all(other == first for other in others)
     alike, one_bit, several, zeros = first
     assert alike is None
-    assert one_bit == ("scale is not the same on ranks 0, 2 as on rank 1: 1 of 1 values, by up to 1.19209e-07")
-    assert several == (
-        "kernel is not the same on ranks 0, 1 as on rank 2: 2 of 6 values, by up to inf; 2 variables after it also"
-    )
-    assert zeros.startswith("kernel is not the same on rank 0 as on ranks 1, 2: 6 of 6 values, by up to 0;")
+    assert one_bit == ("scale is not the same on ranks 0, 2 as on rank 1, by 1.19209e-07")
+    assert several == ("kernel is not the same on ranks 0, 1 as on rank 2, by inf; 2 variables after it also")
+    assert zeros.startswith("kernel is not the same on rank 0 as on ranks 1, 2, by 0;")
 
 
 def _turn_a_bit(model: Any) -> None:
@@ -148,7 +146,6 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     (line,) = first["errors"]
     assert f"ranks are out of sync after step {step}: " in line
     assert "dense/kernel is not the same on ranks 0, 2 as on rank 1" in line
-    assert "of 204,800 values, by up to" in line
     assert second["errors"] == third["errors"] == []
     saved = {int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").iterdir()}
     assert saved == {4 if step == 8 else 6}
