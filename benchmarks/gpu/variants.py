@@ -21,7 +21,7 @@ import tensorflow as tf
 from hvd_cifar.distributed import buckets
 from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.reduction import Reduction, reduce_gradients
+from hvd_cifar.distributed.reduction import Reduction
 from hvd_cifar.kernels.half import narrow, widen
 from hvd_cifar.models import Net
 from hvd_cifar.models.convolution import QuickConv2D
@@ -190,9 +190,9 @@ class Step:
         loss, gradients, statistics = add_in_tree(shares, self._add)
         own = [loss, *statistics] if self.shards else [loss]
         if one_buffer:  # the gradient is a message of its own, which nothing copies
-            reduced = reduce_gradients(gradients, self.reduction) + reduce_gradients(own, self.reduction)
+            reduced = self.reduction.reduce(gradients) + self.reduction.reduce(own)
         else:
-            reduced = reduce_gradients([*gradients, *own], self.reduction)
+            reduced = self.reduction.reduce([*gradients, *own])
         gradients, (loss, *totals) = reduced[: len(gradients)], reduced[len(gradients) :]
         if self.shards:
             statistics = [total / self.shards for total in totals]

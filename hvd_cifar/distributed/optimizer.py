@@ -217,12 +217,6 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     return inner._reduction if isinstance(inner, Distributed) else None
 
 
-def process_set_of(optimizer: Any) -> Any:
-    """The ranks over which a `DistributedOptimizer` reduces."""
-    how = reduction_of(optimizer)
-    return how.process_set if how else hvd.global_process_set
-
-
 def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> None:
     """Have `watch` called with the reduced gradients before a `DistributedOptimizer` applies them.
 

@@ -39,38 +39,31 @@ class Reduction:
         return not self.average and self.compression == "none" and self.passes == 1
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """Gradients reduced over the ranks; how does not depend on whose they are. A collective."""
-        return reduce_gradients(gradients, self)
+        """All-reduce gradients of any floating types over the ranks; in a graph, as its operations. A collective.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
+                rank.
+            variables: whose they are, which does not matter here.
+        """
+        if self.sparse_as_dense or self.fixed_order:
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        if self.is_local:
+            return [with_sums_of_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        reduced = [_reduce_sparse(g, self) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
+        ranks = self.process_set.size()
+        packed = [pack(tf.convert_to_tensor(gradients[i]), self, ranks) for i in dense]
+        by_horovod = self.average and self.compression == "none" and not self.fixed_order
+        totals = all_reduce(packed, hvd.Average if by_horovod else hvd.Sum, self)
+        for i, total in zip(dense, totals, strict=True):
+            dtype = gradients[i].dtype
+            reduced[i] = tf.cast(total, dtype) if by_horovod else unpack(total, dtype, self, ranks)
+        return reduced
 
     def sums(self, values: Sequence[Any]) -> list[Any]:
         """Sums of tensors over the ranks, never compressed. A collective."""
         return list(values) if self.is_local else all_reduce(values, hvd.Sum, self)
-
-
-def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
-    """All-reduce gradients of any floating types over the ranks; in a graph, as its operations. A collective.
-
-    Args:
-        gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
-            rank.
-    """
-    if reduction.sparse_as_dense or reduction.fixed_order:
-        gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    if reduction.is_local:
-        return [with_sums_of_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    reduced: list[Any] = list(gradients)
-    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    ranks = reduction.process_set.size()
-    packed = [pack(tf.convert_to_tensor(gradients[i]), reduction, ranks) for i in dense]
-    by_horovod = reduction.average and reduction.compression == "none" and not reduction.fixed_order
-    totals = all_reduce(packed, hvd.Average if by_horovod else hvd.Sum, reduction)
-    for i, total in zip(dense, totals, strict=True):
-        dtype = gradients[i].dtype
-        reduced[i] = tf.cast(total, dtype) if by_horovod else unpack(total, dtype, reduction, ranks)
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, tf.IndexedSlices):
-            reduced[i] = _reduce_sparse(gradient, reduction)
-    return reduced
 
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:

@@ -43,24 +43,23 @@ class UnlikeRanks(Callback):
             run.say(
                 f"unlike ranks round the update differently, so all take rank 0's ({megabytes:.1f} MB a step): {named}"
             )
-            run.observe(TakenFromRoot(variables, run.optimizer, run.progress.times))
+            run.observe(TakenFromRoot(variables, run.progress.times))
 
 
 class TakenFromRoot(StepObserver):
     """Broadcasts variables from rank 0 after each update."""
 
-    def __init__(self, variables: Sequence[Any], optimizer: Any, times: StepTimes) -> None:
+    def __init__(self, variables: Sequence[Any], times: StepTimes) -> None:
         """`times`: notes how long this rank waits for rank 0's values."""
-        self.variables, self.optimizer, self.times = variables, optimizer, times
+        self.variables, self.times = variables, times
 
     def after_update(self) -> None:
         """Take rank 0's values."""
         from hvd_cifar.distributed.collectives import broadcast_variables
-        from hvd_cifar.distributed.optimizer import process_set_of
         from hvd_cifar.training.step import values_of
 
         self.times.update_is(values_of(self.variables))
-        broadcast_variables(self.variables, process_set=process_set_of(self.optimizer))
+        broadcast_variables(self.variables)
         self.times.root_is(values_of(self.variables))
 
 
