@@ -28,7 +28,7 @@ def is_present() -> bool:
     """Whether `tf.keras` is Keras 3, and not the legacy package of Keras 2."""
     import tensorflow as tf
 
-    return int(tf.keras.__version__.split(".")[0]) >= 3
+    return int(getattr(tf.keras, "__version__", "2").split(".")[0]) >= 3  # the legacy package gives no version here
 
 
 def is_optimizer(thing: Any) -> bool:
