@@ -17,27 +17,23 @@ from ..reduction import Reduction, with_sums_of_rows
 MARK = "_reduced_over_ranks"  # attribute of gradients that `compute_gradients` has reduced
 
 
-@dataclass
-class HorovodReduction:
-    """Gradients reduced by Horovod's own function, but those of local variables. As `reduction.Reduction`."""
+@dataclass(frozen=True, kw_only=True)
+class HorovodReduction(Reduction):
+    """Gradients reduced by Horovod's own function, but those of local variables."""
 
     by_horovod: Callable[..., list[Any]]
-    average: bool
-    compression: str
-    passes: int
-    average_passes: bool
-    process_set: Any
     scale_local: bool
     local: set[Any] = field(default_factory=set)
 
-    is_plain_sum = False
+    @property
+    def is_plain_sum(self) -> bool:
+        """Values that are no gradients never travel beside them."""
+        return False
 
     @property
     def is_local(self) -> bool:
         """Whether this rank exchanges nothing. An elastic job's graphs must not depend on its present size."""
-        if int(os.environ.get("HOROVOD_ELASTIC", 0)):
-            return False
-        return not self.process_set.included() or self.process_set.size() == 1
+        return not _is_elastic() and super().is_local
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
         """Gradients reduced over the ranks; those of local variables divided by the number of ranks. A collective."""
@@ -54,19 +50,18 @@ class HorovodReduction:
                 reduced[i] = self._divided(reduced[i])
         return reduced
 
-    def sums(self, values: Sequence[Any]) -> list[Any]:
-        """Sums of tensors over the ranks, never compressed. A collective."""
-        return Reduction(process_set=self.process_set).sums(values)
-
     def _divided(self, gradient: Any) -> Any:
         if gradient is None:
             return None
-        elastic = int(os.environ.get("HOROVOD_ELASTIC", 0))
-        ranks = hvd.size_op(self.process_set.process_set_id) if elastic else self.process_set.size()
+        ranks = hvd.size_op(self.process_set.process_set_id) if _is_elastic() else self.process_set.size()
         if isinstance(gradient, tf.IndexedSlices):
             values = gradient.values / tf.cast(ranks, gradient.values.dtype)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(ranks, gradient.dtype)
+
+
+def _is_elastic() -> bool:
+    return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
 
 
 class _HorovodOptimizer(Distributed):
