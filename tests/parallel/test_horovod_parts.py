@@ -170,7 +170,7 @@ def _join() -> str:
 
 def test_join_after_sparse_gradients_is_an_error_and_no_hang(jobs: Jobs) -> None:
     for told in jobs(2, "mpirun")["join"]:
-        assert "hvd.join() after allgather in a step" in told and "sparse_as_dense=True" in told
+        assert "hvd.join() after allgather" in told and "sparse_as_dense=True" in told
 
 
 def _errors() -> dict[str, str]:
