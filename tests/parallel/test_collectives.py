@@ -338,8 +338,8 @@ def _prove_broken() -> dict[str, dict[str, str]]:
 
     all_reduce, pack = room.all_reduce, room.pack
 
-    def plain(self: Any, grads: Any, variables: Any = None, values: Any = None) -> Any:
-        keras.optimizers.SGD.apply(self, grads, variables)
+    def plain(self: Any, grads: Any, trainable_variables: Any = None, values: Any = None) -> Any:
+        keras.optimizers.SGD.apply(self, grads, trainable_variables)
         return values
 
     def without_rank_1(tensors: Any, *how: Any) -> Any:
