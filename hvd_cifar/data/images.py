@@ -68,13 +68,7 @@ class FileImages:
     dtype = np.dtype(np.uint8)
 
     def __init__(self, files: Sequence[RecordFile], size: tuple[int, int, int], label_bytes: int, planes: bool) -> None:
-        """Take open files.
-
-        Args:
-            size: (height, width, channels) of every image.
-            label_bytes: before the pixels of a record.
-            planes: whether a record has a plane for each channel, one after the other.
-        """
+        """Records have `label_bytes`, then pixels of (height, width, channels); `planes`: channel after channel."""
         self.files, self.label_bytes, self.planes = tuple(files), label_bytes, planes
         counts = [file.count for file in files]
         self._ends = np.cumsum(counts)  # of the files, in records
@@ -88,10 +82,7 @@ class FileImages:
         """A copy [b, height, width, channels] of the images of a slice, or of indices [b] from 0 on, in their order.
 
         Its memory keeps the order of the files, such as a plane for each channel: to reorder it takes longer than to
-        read it.
-
-        Raises:
-            UserError: where a file has become shorter, or cannot be read.
+        read it. Errors as `RecordFile.read_into`.
         """
         _, height, width, channels = self.shape
         indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)

@@ -43,12 +43,10 @@ class MicroBatch(NamedTuple):
 class Batches(Generic[T]):
     """Batches that are made ahead while they are iterated over, which may be done several times.
 
-    One thread makes them by default: the other cores belong to the step.
-
     Attributes:
         make: number -> a batch.
         numbers: of the batches, in order.
-        threads: that make batches, a batch each.
+        threads: that make batches, a batch each; one by default: the other cores belong to the step.
     """
 
     make: Callable[[int], T]

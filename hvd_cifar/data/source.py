@@ -13,8 +13,6 @@ from hvd_cifar.data.host_files import NOBODY, Onlooker
 from hvd_cifar.fields import FOLDER_DATASET
 
 LAYOUTS = {layout.name: layout for layout in (CIFAR10, CIFAR100, synthetic.LAYOUT)}
-
-
 Source = Layout | Folder  # both have a name, `files`, `locate`, `prepare` and `read`
 
 
