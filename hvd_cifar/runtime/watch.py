@@ -174,17 +174,13 @@ class Watch:
             try:
                 answers[rank] = channel.ask(peer.address, f"{question} {self.rank}")
             except channel.NoAnswer as failure:
-                is_silent = str(failure) == channel.SILENT
-                absent[rank] = state_of(peer.pid) if is_silent and self._is_here(peer) else str(failure)
+                is_here = peer.address[0] == self._peers[self.rank].address[0]  # cloned hosts may share a name
+                absent[rank] = state_of(peer.pid) if is_here and str(failure) == channel.SILENT else str(failure)
 
         for thread in [channel.in_thread(ask, rank) for rank in ranks if rank != self.rank]:
             if thread:
                 thread.join()
         return answers, absent
-
-    def _is_here(self, peer: Peer) -> bool:
-        """Whether a rank is on this host. Cloned machines may share a name, but not an address."""
-        return (peer.host, peer.address[0]) == (socket.gethostname(), self._peers[self.rank].address[0])
 
     def answer(self, question: str) -> Mapping[str, Any]:
         """This rank's status. Asked for its stacks it also writes them."""

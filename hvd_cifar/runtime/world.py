@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
-from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave, no_early_success
+from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave
 from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.ranks import RankFacts, gather
 from hvd_cifar.runtime.watch import Watch
@@ -244,8 +244,7 @@ def session(
     stopped: Preempted | None = None
     try:
         try:
-            with no_early_success(world.rank):
-                yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
+            yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
         except SystemExit as left:

@@ -78,14 +78,6 @@ def test_a_sign_of_life_is_progress_within_a_phase(monkeypatch: pytest.MonkeyPat
     assert watch._durations["set-up"][-1] > 900
 
 
-def test_a_process_of_a_cloned_host_is_not_taken_for_one_of_this_host() -> None:
-    """Its process id is that of some other process here."""
-    watch = Watch(0)
-    here = watch.listen(0, one_host=True)
-    watch.join([here, Peer(here.host, here.pid, ("10.0.0.2", 1))])
-    assert [watch._is_here(peer) for peer in watch._peers] == [True, False]
-
-
 def test_a_line_names_a_rank_and_is_read() -> None:
     lost = Lost(2, "node3", 120, "step", "its process is stopped (SIGSTOP or a debugger)")
     text = f"rank 1 on node2: hvd_cifar: {lost}\nrank 1 on node2: hvd_cifar: {lost}\nhvd_cifar: other\n"
