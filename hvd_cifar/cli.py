@@ -20,7 +20,6 @@ from hvd_cifar.fields import Settings
 from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
-from hvd_cifar.runtime.endings import no_early_success
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
 from hvd_cifar.settings_file import read_file
 from hvd_cifar.tools import settings as tools
@@ -203,7 +202,6 @@ def _call(name: str, place: str, settings: Settings) -> None:
     with contextlib.ExitStack() as ways:
         if name == "train":
             ways.enter_context(resumable())
-            ways.enter_context(no_early_success(launched_rank() or 0))
         with contextlib.nullcontext() if name in WITHOUT_TENSORFLOW else quiet_start():
             run = getattr(import_module(f"{__package__}.{module}"), function)
         has_failed = run(settings)

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Lost, Status, judge, lost_ranks
-from hvd_cifar.runtime.watch import Peer, Watch
+from hvd_cifar.runtime.watch import Watch
 
 
 def _status(rank: int, position: int = 9, waits: bool = True, idle: float = 8.0) -> Status:
