@@ -199,9 +199,7 @@ def _command(name: str, kind: type[Settings], function: Callable[[Settings], Non
 def _call(name: str, place: str, settings: Settings) -> None:
     """Run a command. An image that `predict` cannot read ends the process with exit code 2."""
     module, _, function = place.partition(":")
-    with contextlib.ExitStack() as ways:
-        if name == "train":
-            ways.enter_context(resumable())
+    with resumable() if name == "train" else contextlib.nullcontext():
         with contextlib.nullcontext() if name in WITHOUT_TENSORFLOW else quiet_start():
             run = getattr(import_module(f"{__package__}.{module}"), function)
         has_failed = run(settings)
