@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
-from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave
-from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave, lost_rank
 from hvd_cifar.runtime.ranks import RankFacts, gather
 from hvd_cifar.runtime.watch import Watch
 

@@ -16,7 +16,7 @@ from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.runtime import environment
-from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.runtime.endings import lost_rank
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import net_checks, random_layers, run_dir, user_files
