@@ -211,14 +211,14 @@ def test_a_job_starts_again_after_a_hang(embedded: Path, tmp_path: Path) -> None
     """Rank 1 deadlocks in a callback; after the restart it is stopped."""
     program = tmp_path / "faults.py"
     program.write_text(FAULTS)
-    options = ["--max-steps", 100, "--checkpoint-every", 10, "--eval-every", 0, "--stall-seconds", 2]
+    options = ["--max-steps", 100, "--checkpoint-every", 10, "--eval-every", 0, "--stall-seconds", 3]
     pace = ["--callbacks", f"{program}:Faulty"]
     running = start(["-np", 2, "--max-restarts", 1], embedded, tmp_path / "run", *options, pace=pace)
     try:
         running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
         (lost,) = lost_ranks(running.said())
         assert (lost.rank, lost.step, lost.phase) == (1, 20, "Faulty.on_step")
-        assert lost.reason == "the other ranks wait for it" and running.has_said("no progress for 2 s")
+        assert lost.reason == "the other ranks wait for it" and running.has_said("no progress for 3 s")
         stacks = tmp_path / "run" / "stalls"
         assert 'faults.py", line 13 in on_step' in (stacks / "step-20-rank-1.txt").read_text()
         assert sorted(path.name for path in stacks.iterdir()) == ["step-20-rank-1.txt", "step-21-rank-0.txt"]

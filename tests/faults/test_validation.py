@@ -109,14 +109,14 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
 
 def test_a_validation_rank_that_hangs_is_told_and_training_ends_without_it(embedded: Path, tmp_path: Path) -> None:
     """It is stopped after its first result, and still is when training has ended."""
-    told, options = tmp_path / "told", [*EVALUATED, "--max-steps", 300, "--stall-seconds", 1]
+    told, options = tmp_path / "told", [*EVALUATED, "--max-steps", 300, "--stall-seconds", 2]
     job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", *options, pace=slow_until(told))
     try:
         job.wait_until(partial(job.has_said, "it came at step"))
         (validator,) = _validators(job)
         validator.suspend()
         job.wait_until(partial(job.has_said, "the validation ranks hang: process "), 60)
-        assert job.has_said(f"process {validator.pid} on ") and job.has_said("has shown no progress for 5 s")
+        assert job.has_said(f"process {validator.pid} on ") and job.has_said("has shown no progress for 10 s")
         told.touch()
         assert job.wait(60) == 0 and not job.left(), job.said()
     finally:
