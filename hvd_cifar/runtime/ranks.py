@@ -25,7 +25,7 @@ class RankFacts:
     """A rank, as all ranks know it.
 
     Attributes:
-        host, local_rank: its place; cloned hosts may share a name.
+        host, first, local_rank: its place, and the first rank of its host; cloned hosts may share a name.
         device: TensorFlow's name of the one device that it sees.
         threads: of TensorFlow's pool; 0 on a GPU.
         processor: the name of its GPU or CPU.
@@ -37,6 +37,7 @@ class RankFacts:
     """
 
     host: str
+    first: int
     local_rank: int
     device: str
     threads: int
@@ -55,7 +56,7 @@ class RankFacts:
         return f"{self.threads} thread{'s' * (self.threads > 1)} of {self.processor}"
 
 
-def facts_of(host: str, device: str, threads: int, peer: Peer) -> RankFacts:
+def facts_of(host: str, first: int, device: str, threads: int, peer: Peer) -> RankFacts:
     """This rank's."""
     if "GPU" in device:
         details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
@@ -66,13 +67,15 @@ def facts_of(host: str, device: str, threads: int, peer: Peer) -> RankFacts:
         kind, kernels = platform.machine(), compiled.about()
         is_fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
     precision: Precision = "mixed_bfloat16" if is_fast else "float32"
-    return RankFacts(host, hvd.local_rank(), device, threads, processor, rounding, kind, kernels, precision, peer)
+    return RankFacts(
+        host, first, hvd.local_rank(), device, threads, processor, rounding, kind, kernels, precision, peer
+    )
 
 
-def gather(host: str, device: str, threads: int, watch: Watch) -> tuple[RankFacts, ...]:
+def gather(host: str, first: int, device: str, threads: int, watch: Watch) -> tuple[RankFacts, ...]:
     """The facts of all ranks, by rank. After it their watchdogs know each other. A collective, of one message."""
     peer = watch.listen(hvd.rank(), hvd.size() == hvd.local_size())
-    found: list[RankFacts] = collectives.all_gather_object(facts_of(host, device, threads, peer))
+    found: list[RankFacts] = collectives.all_gather_object(facts_of(host, first, device, threads, peer))
     reaches = watch.join([facts.peer for facts in found])
     if watch.is_on and not all(collectives.all_gather_object(reaches)):
         watch.is_alone = True

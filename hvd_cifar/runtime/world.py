@@ -29,6 +29,7 @@ class World:
     size: int
     local_rank: int
     local_size: int
+    first: int  # of the ranks of this host, whose names may repeat
     host: str
     device: str  # "/GPU:0" or "/CPU:0": TensorFlow's name of the one device that this rank sees
     threads: int  # of TensorFlow's pool; 0: TensorFlow's own choice, on a GPU
@@ -117,7 +118,7 @@ def _start(threads: int | None, deterministic: bool) -> World:
     if len(listed) != len(gpus):
         # nvidia-smi fails or counts other GPUs: the scheduler's variable for this process identifies its GPUs.
         listed = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
-    hosts, here = _look_around(_Sight(socket.gethostname(), listed, unseen, frozenset(os.sched_getaffinity(0))))
+    first, hosts, here = _look_around(_Sight(socket.gethostname(), listed, unseen, frozenset(os.sched_getaffinity(0))))
     # Ranks of another job on this host have GPUs and cores of their own.
     beside = environment.beside()
     before = beside.before if beside and here == 0 else 0
@@ -151,6 +152,7 @@ def _start(threads: int | None, deterministic: bool) -> World:
         size=hvd.size(),
         local_rank=local_rank,
         local_size=local_size,
+        first=first,
         host=socket.gethostname(),
         device="/CPU:0" if choice is None else "/GPU:0",
         threads=threads,
@@ -162,15 +164,15 @@ def _start(threads: int | None, deterministic: bool) -> World:
     )
 
 
-def _look_around(own: _Sight) -> tuple[list[list[_Sight]], int]:
-    """What the ranks of each host see, by host and local rank; and the number of this host.
+def _look_around(own: _Sight) -> tuple[int, list[list[_Sight]], int]:
+    """The first rank of this host; what the ranks of each host see, by host and local rank; the number of this host.
 
     Horovod's own operations cannot gather them: they initialise TensorFlow, which then keeps its devices and threads.
     Under Gloo there is no other channel, so this rank's own view stands for all of this host: horovodrun starts all
     ranks of a host in the same way.
     """
     if not hvd.mpi_enabled():
-        return [[own] * hvd.local_size()], 0
+        return hvd.rank() - hvd.local_rank(), [[own] * hvd.local_size()], 0
     MPI = mpi()
     ranks = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=hvd.rank())
     first = ranks.bcast(hvd.rank())
@@ -178,7 +180,7 @@ def _look_around(own: _Sight) -> tuple[list[list[_Sight]], int]:
     hosts: dict[int, list[_Sight]] = {}
     for at, sight in MPI.COMM_WORLD.allgather((first, own)):
         hosts.setdefault(at, []).append(sight)
-    return list(hosts.values()), list(hosts).index(first)
+    return first, list(hosts.values()), list(hosts).index(first)
 
 
 def mpi() -> Any:
@@ -243,7 +245,7 @@ def session(
     stopped: Preempted | None = None
     try:
         try:
-            yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
+            yield replace(world, ranks=gather(world.host, world.first, world.device, world.threads, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
         except SystemExit as left:

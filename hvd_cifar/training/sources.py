@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,10 +43,9 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
         raise UserError("--image-size goes with --dataset folder:PATH; give a data set of your own images of one size")
     if own is not None:
         return _own_dataset(own, settings)
-    places = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
-    firsts = speakers(places)
-    shared = [places[rank][0] for rank in dict.fromkeys(firsts)]
-    names = [places[rank][0] + f" (rank {rank})" * (shared.count(places[rank][0]) > 1) for rank in firsts]
+    firsts = [rank.first for rank in world.ranks]
+    shared = [world.ranks[first].host for first in dict.fromkeys(firsts)]
+    names = [rank.host + f" (rank {rank.first})" * (shared.count(rank.host) > 1) for rank in world.ranks]
     others = [rank for rank in dict.fromkeys(firsts) if rank != 0]  # which act for hosts that are not rank 0's
     onlooker = Onlooker(Watch.sign_of_life)
     if world.rank in [0, *others[:1]]:  # hosts decode at the same time: one of them shows its progress
@@ -103,22 +102,6 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
             "every rank"
         )
     return dataset
-
-
-def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
-    """For each rank, the rank that acts for its host: the one whose local rank is 0.
-
-    Hosts may share a name. Launchers fill such hosts one after the other, or round-robin. In both cases a rank belongs
-    to the first of them that lacks its local rank.
-
-    Args:
-        ranks: host name, local rank and local size of each rank.
-    """
-    found: list[int] = []
-    for rank, (host, local_rank, local_size) in enumerate(ranks):
-        alike = [s for s in dict.fromkeys(found) if ranks[s] == (host, 0, local_size)]
-        found.append(next(s for s in alike if found.count(s) == local_rank) if local_rank else rank)
-    return found
 
 
 def _differing(folder: Path, expected: Digests) -> Path | None:

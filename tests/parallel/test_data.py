@@ -30,7 +30,8 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
     from hvd_cifar.training.sources import prepare_data
 
     with session() as world:
-        twin = replace(world, local_rank=0, local_size=1, host="twin")
+        ranks = tuple(replace(facts, host="twin", first=rank) for rank, facts in enumerate(world.ranks))
+        twin = replace(world, local_rank=0, local_size=1, first=world.rank, host="twin", ranks=ranks)
 
         def prepared(given: dict[str, str], load: Any = None) -> dict[str, Any]:
             said: list[str] = []

@@ -9,6 +9,7 @@ from hvd_cifar.runtime.watch import Peer
 
 ONE = RankFacts(
     host="a",
+    first=0,
     local_rank=0,
     device="/CPU:0",
     threads=2,

@@ -1,4 +1,4 @@
-"""Which rank acts for which host, names of data sets, and how files come from rank 0 to the other hosts."""
+"""Names of data sets, and how files come from rank 0 to the other hosts."""
 
 from __future__ import annotations
 
@@ -12,33 +12,6 @@ from hvd_cifar import config, use_settings
 from hvd_cifar.data.host_files import NOBODY, digest_of
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import sources
-from hvd_cifar.training.sources import speakers
-
-
-def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[str, int, int]], list[int]]:
-    """Ranks of these hosts (name, slots) as a launcher numbers them, and the speaker of each."""
-    places = [(host, local) for host, (_, slots) in enumerate(hosts) for local in range(slots)]
-    if in_turn:
-        places.sort(key=lambda place: (place[1], place[0]))
-    ranks = [(*hosts[host][:1], local, hosts[host][1]) for host, local in places]
-    return ranks, [places.index((host, 0)) for host, _ in places]
-
-
-@pytest.mark.parametrize("in_turn", [False, True])
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        [("a", 1)],
-        [("a", 4)],
-        [("a", 2), ("b", 2)],
-        [("a", 2), ("a", 2)],
-        [("a", 3), ("b", 1), ("a", 2)],
-        [("a", 1), ("a", 3), ("a", 2), ("b", 3)],
-    ],
-)
-def test_every_host_has_a_speaker_also_where_names_repeat(hosts: list[tuple[str, int]], in_turn: bool) -> None:
-    ranks, expected = _ranks(*hosts, in_turn=in_turn)
-    assert speakers(ranks) == expected
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10", "cifar100", "synthetic", "folder:/a/b", "/a/b.py:load", "a.b:c"])
