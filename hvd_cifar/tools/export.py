@@ -45,8 +45,9 @@ def export(settings: ExportSettings) -> None:
     part = settings.to.with_name(f".{settings.to.name}.{secrets.token_hex(4)}{PART}")  # another process may export too
     try:
         part.mkdir(parents=True)
-        with_names(model, trained.dataset.labels_in_words).save(part / KERAS)
-        save_graph(model, trained.dataset.labels_in_words, part / SAVED_MODEL)
+        named = with_names(model, trained.dataset.labels_in_words)
+        named.save(part / KERAS)
+        named.export(part / SAVED_MODEL, verbose=False)
         replace_text(part / METADATA, json.dumps(_metadata(trained, settings.run_dir), indent=2) + "\n")
         os.replace(part, settings.to)
     except (OSError, tf.errors.OpError) as failure:
@@ -91,20 +92,6 @@ def with_names(model: keras.Model, names: Sequence[str]) -> keras.Model:
     unknown = max(names, key=len) + "?"  # the name of no class
     lookup = keras.layers.StringLookup(vocabulary=list(names), num_oov_indices=0, oov_token=unknown, invert=True)
     return keras.Model(model.inputs[0], {**model.output, "class_names": lookup(labels)}, name=model.name)
-
-
-def save_graph(model: keras.Model, names: Sequence[str], path: Path) -> None:
-    """Write the model with the same three outputs as a SavedModel, whose signature is `serving_default`."""
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec(model.inputs[0].shape, tf.uint8, "images")])
-    def serve(images: Any) -> Any:
-        return {**model(images, training=False), "class_names": tf.tile([list(names)], [tf.shape(images)[0], 1])}
-
-    # Not Model.export, which writes each weight twice.
-    module = tf.Module()
-    module.weights = [variable.value for variable in model.variables]
-    module.serve = serve
-    tf.saved_model.save(module, str(path), signatures={"serving_default": serve})
 
 
 def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
