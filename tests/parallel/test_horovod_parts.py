@@ -16,7 +16,14 @@ from tests.ranks import Jobs, once, run_all
 @pytest.fixture(scope="module")
 def jobs() -> Jobs:
     """What the functions below returned in a job, by their names and by rank: each job starts once."""
-    of_two = {"batch norm": _batch_norm, "state": _state, "rates": _rates, "local": _local, "join": _join}
+    of_two = {
+        "batch norm": _batch_norm,
+        "state": _state,
+        "rates": _rates,
+        "local": _local,
+        "late": _late,
+        "join": _join,
+    }
 
     def start(n: int, launcher: str) -> dict[str, list[Any]]:
         return run_all({"errors": _errors} if n == 1 else of_two, n, launcher=launcher)
@@ -156,6 +163,25 @@ def test_local_layers_keep_their_gradients(jobs: Jobs) -> None:
             assert found[way] == pytest.approx([(rank + 1) / 2, 1.5]), way
         assert found["unscaled"] == pytest.approx([rank + 1, 1.5])
         assert found["reduced before"] == pytest.approx(2.0)
+
+
+def _late() -> list[float]:
+    """Weights of a model that `fit` builds, with other values on each rank."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+
+    keras.utils.set_random_seed(hvd.rank())
+    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    net.compile(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.1)), loss="mse")
+    x, y = nets.data()
+    net.fit(x[hvd.rank()], y[0], callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
+    return nets.flat(net)
+
+
+def test_a_model_that_fit_builds_is_broadcast(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["late"]
+    assert first == second
 
 
 def _join() -> str:
