@@ -43,10 +43,10 @@ NAME = "names an option"
 # What a test cannot run, by the words that it begins with, and why.
 EXCEPTIONS = {
     "git clone": "the address is the reader's",
-    "docker build": "needs Docker; tests/launch/test_image.py builds the image by buildah",
+    "docker build": "needs Docker",
     "docker compose": "needs Docker; tests/single/test_containers.py reads the file",
     "docker run ... hvd-cifar": "an outline; options of Docker are left out",
-    "BUILDAH_ISOLATION": "takes minutes; tests/launch/test_image.py runs it",
+    "BUILDAH_ISOLATION": "needs buildah, and takes minutes",
     "mkdir -p runs && sudo": "gives a folder to another user",
     "sed": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py checks the job",
     "kubectl": "needs a Kubernetes cluster",
