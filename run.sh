@@ -14,7 +14,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh -np 2 train --model resnet20 --epochs 2     train on two ranks; ./run.sh train --help lists options
   ./run.sh -np 2 evaluate --run-dir runs/first         evaluate a run on the whole test set
   ./run.sh predict runs/first photo.png                classify images with the net of a run
-  ./run.sh report runs/first                           write a page about a run; `watch` shows it while it runs
+  ./run.sh report runs/first                           write a page about a run, also while it goes on
   ./run.sh setup --hostfile my-hosts                   set up every host of a file with lines `HOST slots=N`
   ./run.sh --hostfile my-hosts train                   train on all of them; `doctor` in the place of `train` checks them
   ./run.sh -np 2 python examples/fit.py                run a program of your own on every rank

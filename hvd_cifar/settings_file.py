@@ -11,7 +11,7 @@ import yaml
 
 from hvd_cifar.config import BATCH, RECORDED_SECTIONS
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import Settings
+from hvd_cifar.fields import Settings, shown
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 REMEDY = "give a YAML or JSON file of settings, with one 'name: value' a line"
@@ -44,7 +44,7 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
         where = f" (line {mark.line + 1})" if mark else ""
         raise UserError(f"--config {path}: it is neither YAML nor JSON{where}; {REMEDY}") from None
     except (ValueError, TypeError, RecursionError) as failure:
-        raise UserError(f"--config {path}: {' '.join(str(failure).split())}; {REMEDY}") from None
+        raise UserError(f"--config {path}: {shown(' '.join(str(failure).split()))}; {REMEDY}") from None
     left_out = {*RECORDED_SECTIONS, *(BATCH if has_batch else ())}
     return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
 

@@ -3,9 +3,12 @@
 import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from same_weights import report
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 inputs = np.random.default_rng(hvd.rank()).normal(size=(512, 8)).astype("float32")
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
 options = {"backward_passes_per_step": 4, "average_aggregated_gradients": True}

@@ -3,9 +3,12 @@
 import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from same_weights import report
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 generator = np.random.default_rng(hvd.rank())
 words = generator.integers(0, 1000, (512, 10))
 labels = (words.sum(axis=1, keepdims=True) % 2).astype("float32")

@@ -6,9 +6,12 @@ import tempfile
 import horovod.tensorflow.keras as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from same_weights import report
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 generator = np.random.default_rng(0)
 inputs = generator.normal(size=(1024, 8)).astype("float32")
 targets = inputs.sum(axis=1, keepdims=True)

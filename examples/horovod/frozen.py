@@ -3,9 +3,12 @@
 import horovod.keras as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from same_weights import report
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 generator = np.random.default_rng(hvd.rank())
 inputs = generator.normal(size=(256, 8)).astype("float32")
 base = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, activation="relu")])

@@ -7,6 +7,8 @@ from same_weights import report
 
 first = hvd.ProcessSet([0])
 hvd.init(process_sets=[first])
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 tf.random.set_seed(hvd.rank())
 layers = keras.layers
 shared = keras.Sequential([keras.Input((4,)), layers.Dense(4)])  # trained by all ranks

@@ -6,6 +6,8 @@ import tensorflow as tf
 from same_weights import report
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+tf.config.set_visible_devices(gpus[hvd.local_rank() : hvd.local_rank() + 1], "GPU")  # one GPU a rank; none on CPUs
 generator = np.random.default_rng(hvd.rank())  # each rank has examples of its own
 model = tf.keras.Sequential([tf.keras.Input((8,)), tf.keras.layers.Dense(1)])
 optimizer = tf.optimizers.Adam(0.01 * hvd.size())
