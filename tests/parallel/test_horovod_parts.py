@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def jobs() -> Jobs:
         "rates": _rates,
         "local": _local,
         "late": _late,
+        "loaded": _loaded,
         "join": _join,
     }
 
@@ -181,6 +183,37 @@ def _late() -> list[float]:
 
 def test_a_model_that_fit_builds_is_broadcast(jobs: Jobs) -> None:
     first, second = jobs(2, "mpirun")["late"]
+    assert first == second
+
+
+def _loaded() -> list[list[float]]:
+    """Weights and velocities of a model that rank 0 has loaded and rank 1 has made, itself or by `fit`."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+
+    x, y = nets.data()
+    found = []
+    for has_input in (True, False):
+        keras.utils.set_random_seed(hvd.rank())
+        inputs = [keras.Input(x[0].shape[1:])] if has_input or hvd.rank() == 0 else []
+        net = keras.Sequential([*inputs, keras.layers.Dense(4), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        if hvd.rank() == 0:
+            net.compile(optimizer, loss="mse")
+            net.fit(x[0], y[0], verbose=0)
+            with tempfile.TemporaryDirectory() as folder:
+                net.save(f"{folder}/net.keras")
+                net = hvd_keras.load_model(f"{folder}/net.keras")
+        else:
+            net.compile(hvd_keras.DistributedOptimizer(optimizer), loss="mse")
+        net.fit(x[hvd.rank()], y[0], callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)], verbose=0)
+        found.append([*nets.flat(net), *np.concatenate([np.ravel(v) for v in net.optimizer.variables]).tolist()])
+    return found
+
+
+def test_a_model_that_one_rank_has_loaded_is_broadcast(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["loaded"]
     assert first == second
 
 

@@ -38,6 +38,19 @@ def correct_momentum(optimizer: Any, old_rate: float, new_rate: float) -> bool:
     return True
 
 
+def have_weights(model: Any) -> bool:
+    """Whether the model has weights on every rank; the optimizer then gets its variables. A collective.
+
+    One rank may have loaded a model whose weights `fit` has yet to build on the others.
+    """
+    import horovod.tensorflow as hvd
+
+    found = hvd.allreduce(tf.constant(float(bool(model.weights))), op=hvd.Average, name="have_weights") == 1
+    if found:
+        build(model.optimizer, model)
+    return bool(found)
+
+
 def build(optimizer: Any, model: Any) -> None:
     """Build an optimizer that is not: ranks that join must have the variables of those that train."""
     if not optimizer.built:

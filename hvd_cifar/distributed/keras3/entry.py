@@ -6,6 +6,7 @@ in the wheel, `horovod/_distributed`. So a process never has both, whose classes
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 INSTALLED, COPY = "hvd_cifar.distributed", "horovod._distributed"
 
 
+@functools.cache  # AutoGraph, in a tf.function of the user's, leaves what is cached alone
 def part(name: str) -> Any:
     """A module of the library's folder `keras3`."""
     return importlib.import_module(f"{_home()}.keras3.{name}")
@@ -71,6 +73,11 @@ def build(optimizer: Any, model: Any) -> None:
     """Build an optimizer of Keras 3 that is not yet."""
     if is_optimizer(optimizer):
         part("callbacks").build(optimizer, model)
+
+
+def have_weights(model: Any) -> bool:
+    """Whether Keras 3 has made the model's weights, on every rank. A collective under Keras 3."""
+    return is_optimizer(model.optimizer) and bool(part("callbacks").have_weights(model))
 
 
 def any_path(weights_only: bool) -> str | None:

@@ -33,6 +33,7 @@ def complete(horovod: dict[str, Any]) -> None:
     keras_2_names.give()
     for name in TAKE_TENSORS:
         horovod[name] = _with_tensors(horovod[name])
+    horovod["broadcast_variables"] = _in_order(horovod)
     horovod["join"] = _without_gathers(horovod["join"])
     horovod["_make_allreduce_grads_fn"] = _reduce_by(horovod["_make_allreduce_grads_fn"])
 
@@ -49,6 +50,36 @@ def to_broadcast(variables: Iterable[Any]) -> list[Any]:
     """
     own = [v for v in variables if getattr(v, "name", "") != "seed_generator_state"]
     return [v._value if isinstance(v, keras.Variable) else v for v in own]
+
+
+def _in_order(horovod: dict[str, Any]) -> Callable[..., None]:
+    """`broadcast_variables` with operations that are named by their order.
+
+    The variables of a model that one rank has loaded have other names than those of a model that another has made.
+    """
+    whole, broadcast = horovod["broadcast_variables"], horovod["broadcast"]
+
+    @wraps(whole)
+    @tf.autograph.experimental.do_not_convert
+    def call(
+        variables: Any, root_rank: int, process_set: Any = horovod["global_process_set"], inplace: bool = False
+    ) -> None:
+        if inplace:
+            whole(variables, root_rank, process_set, inplace)
+            return
+        chosen = to_broadcast(variables)
+
+        def assign() -> None:
+            for number, variable in enumerate(chosen):
+                name = f"broadcast_variables_{number}"
+                variable.assign(broadcast(variable, root_rank, name=name, process_set=process_set))
+
+        if tf.executing_eagerly():
+            tf.function(assign, autograph=False)()  # all at once
+        else:
+            assign()
+
+    return call
 
 
 def _with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
