@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks import runs
-from hvd_cifar.runtime.environment import ELASTIC
+from hvd_cifar.runtime.environment import elastic_job
 from hvd_cifar.runtime.shared_memory import folder_of
 from hvd_cifar.training import checkpoint
 from tests.options import PACE, SMALL
@@ -65,8 +65,9 @@ class Running:
 
     def copies(self) -> Path:
         """The folder of the copies of its state, of an elastic job whose ranks run."""
-        name, _, _ = next(iter(self.ranks().values())).environ()[ELASTIC].partition(":")
-        return folder_of(name)
+        job = elastic_job(next(iter(self.ranks().values())).environ())
+        assert job, "the job is elastic"
+        return folder_of(job.name)
 
     def starters(self) -> list[psutil.Process]:
         """The launcher's children that start ranks, or are the only one."""

@@ -17,7 +17,8 @@ from tests.faults.jobs import COURSE, Running, start
 from tests.options import PACE
 
 OPTIONS = [*COURSE, "--checkpoint-every", 25, "--eval-every", 25, "--record-examples"]
-MOMENTS = ("step", "all-reduce", "ElasticCopies.on_step", "evaluation", "checkpoints", "shutdown")  # phases of a rank
+COPIES = "ElasticCopies.on_step"
+MOMENTS = ("step", "all-reduce", COPIES, "evaluation", "checkpoints", "shutdown")  # phases of a rank
 # Kills its own process at the moments that files of a folder name, each once: `NUMBER RANK SECONDS PHASE`.
 PROGRAM = """
 import os, pathlib, signal, threading, time
@@ -68,8 +69,8 @@ def test_killed_at_each_moment(
     plan = tmp_path / "plan"
     plan.mkdir()
     for number, phase in enumerate(moments, 1):
-        name = f"{number * 25 + 35:03} {chance.randrange(2)} {chance.uniform(0, 0.002):.4f} {phase}"
-        (plan / name).touch()
+        rank = 0 if phase == COPIES else chance.randrange(2)  # which alone copies, of a host's ranks
+        (plan / f"{number * 25 + 35:03} {rank} {chance.uniform(0, 0.002):.4f} {phase}").touch()
     program = tmp_path / "deadly.py"
     program.write_text(PROGRAM.replace("{plan}", str(plan)))
     shared, sessions = tmp_path / "shm", tmp_path / "tmp"
