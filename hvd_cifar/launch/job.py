@@ -24,13 +24,14 @@ from hvd_cifar.launch.cluster.remarks import without_banners
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.restarts import last_said
 from hvd_cifar.runtime.environment import LAUNCH, Launch
-from hvd_cifar.runtime.inspect_process import is_pending
+from hvd_cifar.runtime.inspect_process import is_pending, waited_for
 from hvd_cifar.runtime.process import adopt_orphans
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SECONDS_FOR_ORPHANS = 2.0  # before they are killed: those that print a rank's last lines end by themselves
 SECONDS_BETWEEN_ASKS = 1.0
+SECONDS_FOR_MPIRUN = 5.0  # to end a job by itself, once a rank has ended
 SECONDS_FOR_STARTER = 3.0  # for the starter to end, after the ranks have named one that hangs
 TAIL_BYTES = 4096
 ENDS_TOLD = 8  # number of earlier ends that the next start is told, in a variable of limited length
@@ -157,14 +158,20 @@ class Job:
     def _wait(self, process: subprocess.Popen[Any], holds_sigterm: bool) -> int:
         """Wait until a starter ends, and pass requests to stop on.
 
-        Returns `STALLED` where the ranks named one that hangs and the starter did not end in time; else 0.
+        Returns the exit code of a job that was ended, since a rank held it up; else 0.
         """
-        code, end = 0, 0.0
+        code, end, missed_for = 0, 0.0, 0.0
         while not _ends(process, SECONDS_BETWEEN_ASKS):
+            missed_for = missed_for + SECONDS_BETWEEN_ASKS if (missed := waited_for(process.pid)) else 0.0
             if code and time.monotonic() > end:
                 process.kill()  # mpirun waits for hosts that it cannot reach
             elif not code and lost_ranks(self.tail.decode(errors="replace")):
                 code, end = STALLED, time.monotonic() + SECONDS_FOR_STARTER
+            elif not code and missed_for > SECONDS_FOR_MPIRUN:
+                code = TrainingError.code
+                for rank in missed:
+                    line = f"hvd_cifar: rank {rank} ended first, with exit code 0, before the job was over\n"
+                    self.pass_on(line.encode())
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
