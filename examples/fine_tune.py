@@ -1,4 +1,7 @@
-"""A net that starts from weights in a file, of which only a new last layer learns:
+"""A net that starts from weights in a file, of which only a new last layer learns.
+
+keras.applications.MobileNetV2((96, 96, 3), alpha=0.5, include_top=False, pooling="avg").save_weights(
+"body.weights.h5") downloads ImageNet's weights and writes such a file. Then:
 
 WEIGHTS=body.weights.h5 ./run.sh -np 2 train --model examples/fine_tune.py:build --dataset folder:PATH --image-size 96
 """
