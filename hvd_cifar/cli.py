@@ -135,13 +135,13 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
     (
         "benchmark step",
         tools.BenchmarkStepSettings,
-        "tools.benchmark.commands:benchmark_step",
+        "tools.benchmark.step:benchmark_step",
         "Measure the training step: speed, parts of its time, scaling efficiency.",
     ),
     (
         "benchmark allreduce",
         tools.BenchmarkAllreduceSettings,
-        "tools.benchmark.commands:benchmark_allreduce",
+        "tools.benchmark.allreduce:benchmark_allreduce",
         "Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums.",
     ),
     (
@@ -151,7 +151,7 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
         "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail.",
     ),
     ("validate", use_settings.ValidateSettings, "training.validate_command:validate_run", ""),
-    ("doctor-job", tools.DoctorJobSettings, "tools.doctor.ranks:run", ""),
+    ("doctor-job", tools.DoctorJobSettings, "tools.doctor.job:run_rank", ""),
 )
 WITHOUT_TENSORFLOW = ("report", "doctor")
 

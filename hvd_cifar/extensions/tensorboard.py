@@ -101,8 +101,8 @@ class Summaries(Callback):
         gradients = self.record.take()
         if run.world.is_root:
             variables = run.model.trainable_variables
-            found = {_tag(v): board.histogram(v.numpy()) for v in variables}
-            found |= {f"{_tag(v)}/gradients": board.histogram(g) for v, g in zip(variables, gradients, strict=True)}
+            found = {_tag(v): v.numpy() for v in variables}
+            found |= {f"{_tag(v)}/gradients": gradient for v, gradient in zip(variables, gradients, strict=True)}
             pixels = _images(run.progress.micro_batches[-1], run.data.class_names)
             words = "A training image as the net gets it, its values stretched to black and white."
             run.reporter.show(run.step, [board.histograms(found), board.images(pixels, words)])

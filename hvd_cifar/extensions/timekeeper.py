@@ -1,11 +1,11 @@
-"""Marks where the wall time goes, for `reporting.goodput`."""
+"""Marks where the wall time goes, for `reporting.sessions`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from hvd_cifar.reporting import goodput
+from hvd_cifar.reporting import sessions
 from hvd_cifar.training.callbacks import Callback, Run
 
 
@@ -38,13 +38,13 @@ class Timekeeper(Callback):
 
     def on_end(self, run: Run) -> None:
         """Print the shares of the wall time."""
-        run.say(goodput.in_words(run.summary["goodput"]))
+        run.say(sessions.in_words(run.summary["goodput"]))
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
         """Add the shares of the wall time, with evaluations and checkpoints after the last step."""
         self._mark_spans(run)
         end = {"mark": "end", "time": time.time(), "step": run.step}
-        summary["goodput"] = goodput.shares([*run.reporter.marks, end])
+        summary["goodput"] = sessions.shares([*run.reporter.marks, end])
 
     def _mark_spans(self, run: Run) -> None:
         for kind, step, began, ended in run.progress.spans:

@@ -1,4 +1,4 @@
-"""The output of a run: lines and a progress bar on the terminal, metrics.jsonl, TensorBoard, summary.json."""
+"""The output of a run: lines and a bar on the terminal, metrics.jsonl, sessions.jsonl, TensorBoard, summary.json."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import append, parse_json, replace_lines, replace_text
-from hvd_cifar.reporting import board, goodput, terminal
-from hvd_cifar.reporting.goodput import SESSIONS
-from hvd_cifar.reporting.view import Course, View
+from hvd_cifar.files import LastingStream, append, parse_json, replace_lines, replace_text
+from hvd_cifar.reporting import board, sessions, terminal
+from hvd_cifar.reporting.sessions import SESSIONS
 
 SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_OF_SPEED = 300.0  # by which the time left is estimated
+METRICS = "metrics.jsonl"
 
 
 class Reporter:
@@ -32,11 +36,11 @@ class Reporter:
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
         self._quiet = quiet
         self._is_drawn = run_dir is not None and watched and not quiet
-        self._view: View | None = None
+        self._bar: Progress | None = None
         self._unwritten: dict[Path, bytes] = {}  # by file: what could not be written yet
         self._beaten = 0.0
         self._last_step = 0  # of earlier sessions, also of entries that `open` removes
-        self.marks: list[goodput.Mark] = []  # of this session and earlier ones
+        self.marks: list[sessions.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by part of the data set
         self.missed: set[int] = set()  # steps whose snapshot nobody has evaluated
@@ -48,7 +52,7 @@ class Reporter:
         if self.run_dir is None:
             return
         self.last_train, self.evaluated, self.missed = {}, defaultdict(set), set()
-        self.resume_file("metrics.jsonl", first_step, self._remember)
+        self.resume_file(METRICS, first_step, self._remember)
         folder = self.run_dir / "tensorboard"
         with _writing(folder):
             self.begins_events = not folder.exists()
@@ -72,7 +76,9 @@ class Reporter:
 
     def record(self, event: str, **values: Any) -> None:
         """Add an event to metrics.jsonl. `values`: its step, and what else it has, as JSON."""
-        self.append_line("metrics.jsonl", {"event": event, **values})
+        if self.run_dir is not None:
+            self._remember({"event": event, **values})
+            self.append_line(METRICS, {"event": event, **values})
 
     def go_back(self, step: int) -> None:
         """Remove entries after an earlier step, from which the run goes on. Raises as `catch_up`."""
@@ -80,7 +86,7 @@ class Reporter:
         self.open(step)
 
     def begin_session(self, **launch: Any) -> None:
-        """Begin to mark what happens and where the time goes. `launch`: values of that mark (`goodput`)."""
+        """Begin to mark what happens and where the time goes. `launch`: values of that mark (`sessions`)."""
         if self.run_dir is None:
             return
         path = self.run_dir / SESSIONS
@@ -89,13 +95,13 @@ class Reporter:
             path.touch()
             text = path.read_text(encoding="utf-8", errors="replace")
             append(path, b"\n" if text and not text.endswith("\n") else b"")  # a killed run may leave half a line
-        self.marks = goodput.read(text)
-        if not goodput.has_ended(self.marks):
+        self.marks = sessions.read(text)
+        if not sessions.has_ended(self.marks):
             self.mark("lost", time=seen, step=self._last_step)
         self.mark("launch", **launch)
 
     def mark(self, kind: str, **values: Any) -> None:
-        """Mark what the session begins or ends; `goodput` lists the kinds and their values."""
+        """Mark what the session begins or ends; `sessions` lists the kinds and their values."""
         if self.run_dir is not None:
             self.marks.append({"mark": kind, "time": time.time(), **values})
             self.append_line(SESSIONS, self.marks[-1])
@@ -119,20 +125,29 @@ class Reporter:
                 self._write(path, has_waited=True)
 
     @contextlib.contextmanager
-    def progress(self, first_step: int, course: Course) -> Iterator[None]:
-        """Show the steps in the block on a terminal, where a person watches."""
+    def progress(self, step: int, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
+        """Show a bar below the lines of the block, where a person watches. `step`: finished ones."""
         if not self._is_drawn:
             yield
             return
-        self._view = View(course, first_step, terminal.console(sys.stdout))
-        with self._view.live:
+        # Under a launcher standard output is a pipe, which Rich takes for a file.
+        console = Console(file=cast(TextIO, LastingStream(sys.stdout)), force_terminal=True)
+        epoch = TextColumn("epoch {task.fields[epoch]:.2f}")
+        steps = TextColumn("step {task.completed:,} of {task.total:,}")
+        columns = (epoch, BarColumn(None), steps, TimeRemainingColumn(), TextColumn("left"))
+        bar = Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=SECONDS_OF_SPEED)
+        bar.add_task("", total=total_steps, completed=step, epoch=step / steps_per_epoch)
+        with bar:
+            self._bar = bar
             yield
-        self._view = None
+        self._bar = None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self.run_dir is not None and not self._quiet:
-            (self._view.say if self._view else terminal.say)(line)
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self.run_dir is not None and not self._quiet:
+            terminal.say(line)
 
     def train(
         self, step: int, epoch: float, loss: float, learning_rate: float, images_per_second: float, seconds: float
@@ -143,8 +158,10 @@ class Reporter:
         stamp, rate = datetime.now().astimezone(), f"{images_per_second:.1f} images/s; {seconds:.3f} s/batch"
         self.say(f"{stamp.isoformat(sep=' ', timespec='seconds')}: step {step}, loss = {loss:.4f} ({rate})")
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
-        self._event({"event": "train", "dataset": self.dataset, "step": step, "epoch": epoch, "loss": loss, **shown})
+        self.record("train", dataset=self.dataset, step=step, epoch=epoch, loss=loss, **shown)
         self.show(step, [board.scalars(shown)])
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, epoch=epoch, refresh=True)
 
     def evaluation(
         self, step: int, epoch: float, found: Mapping[str, float], part: str = "test", at_step: int | None = None
@@ -162,27 +179,22 @@ class Reporter:
         self.say(f"step {step} (epoch {epoch:.2f}): {self.dataset} {results}, {found['examples']} examples{came}")
         if step in self.evaluated[part]:
             return  # the run recorded this evaluation before it was interrupted
-        event = {"event": "eval" if part == "test" else part, "dataset": self.dataset, "step": step, "epoch": epoch}
-        event |= {f"{part}_{name}": value for name, value in found.items()}
-        self._event(event | ({} if at_step is None else {"at_step": at_step}))
+        values = {f"{part}_{name}": value for name, value in found.items()}
+        values |= {} if at_step is None else {"at_step": at_step}
+        self.record("eval" if part == "test" else part, dataset=self.dataset, step=step, epoch=epoch, **values)
         shown = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
         self.show(step, [board.scalars(shown)])
 
     def missing(self, step: int, why: str) -> None:
         """Report a snapshot that nobody has evaluated."""
         self.warn(f"step {step} is not evaluated: {why}")
-        self._event({"event": "missing", "step": step, "reason": why})
+        self.record("missing", step=step, reason=why)
 
     def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
-        self._event({"event": "ranks", "dataset": self.dataset, "step": step, **by_rank})
-        seconds = {
-            f"{name}/rank_{rank}": value
-            for name, values in by_rank.items()
-            for rank, value in enumerate(values)
-            if isinstance(value, float)
-        }
-        self.show(step, [board.scalars(seconds)])
+        self.record("ranks", dataset=self.dataset, step=step, **by_rank)
+        every = ((f"{name}/rank_{i}", value) for name, values in by_rank.items() for i, value in enumerate(values))
+        self.show(step, [board.scalars({tag: value for tag, value in every if isinstance(value, float)})])
 
     def show(self, step: int, summaries: Iterable[Any], graph: bytes | None = None) -> None:
         """Add what `board` makes to TensorBoard's file."""
@@ -190,22 +202,13 @@ class Reporter:
             self._append(self._events, board.encode(step, summaries, graph))
 
     def _remember(self, event: dict[str, Any]) -> None:
-        match event.get("event"):
-            case "train":
+        match event:
+            case {"event": "train"}:
                 self.last_train = event
-            case "missing":
-                self.missed.add(event["step"])
-            case "eval" | "validation" as kind:
-                self.evaluated["test" if kind == "eval" else kind].add(event["step"])
-
-    def _event(self, event: dict[str, Any]) -> None:
-        """Write an event to metrics.jsonl, and show it."""
-        if self.run_dir is None:
-            return
-        self._remember(event)
-        self.append_line("metrics.jsonl", event)
-        if self._view:
-            self._view.add(event)
+            case {"event": "missing", "step": step}:
+                self.missed.add(step)
+            case {"event": "eval" | "validation" as kind, "step": step}:
+                self.evaluated["test" if kind == "eval" else kind].add(step)
 
     def append_line(self, name: str, values: dict[str, Any]) -> None:
         """Add a line to a file of the run."""

@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from hvd_cifar.errors import UserError
@@ -39,14 +39,25 @@ def quiet_start() -> Iterator[None]:
 
     The notes come from C++ before any setting can stop them, so file descriptor 2 itself is redirected to a process
     that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
-    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything. TensorFlow uses oneDNN (`prepare_tensorflow`).
+    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything.
+
+    Raises:
+        UserError: where TensorFlow would load Keras 2, on which nothing here works.
     """
-    refuse_legacy_keras(os.environ)
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        raise UserError("TF_USE_LEGACY_KERAS asks TensorFlow for Keras 2, and this program needs Keras 3: unset it")
     prepare_tensorflow(os.environ)
     shows_all = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0"
-    with nullcontext() if shows_all else _filtered(), _without_collection():
-        _import_keras()
-        yield
+    collects = gc.isenabled()
+    gc.disable()  # it takes a seventh of the imports' time, and finds nothing
+    try:
+        with nullcontext() if shows_all else _filtered():
+            _import_keras()
+            yield
+    finally:
+        if collects:
+            gc.freeze()  # else the first collection looks at all that was imported
+            gc.enable()
 
 
 @contextmanager
@@ -64,25 +75,6 @@ def _filtered() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(true_stderr, 2)
             os.close(true_stderr)  # leaving the block closes the pipe; the filter writes the rest and ends
-
-
-def refuse_legacy_keras(environment: Mapping[str, str]) -> None:
-    """UserError where TensorFlow would load Keras 2, on which nothing here works."""
-    if environment.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
-        raise UserError("TF_USE_LEGACY_KERAS asks TensorFlow for Keras 2, and this program needs Keras 3: unset it")
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which takes a seventh of the imports' time and finds nothing."""
-    paused = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if paused:
-            gc.freeze()  # else the first collection looks at all that was imported
-            gc.enable()
 
 
 def _import_keras() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,9 +13,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, Va
 from hvd_cifar.errors import UserError
 from hvd_cifar.fields import MOST_STEPS
 from hvd_cifar.files import read_json
-from hvd_cifar.reporting import goodput, story
-from hvd_cifar.reporting.story import Standing
+from hvd_cifar.reporting import sessions
 
+# Until a run without an end counts as cut off: during evaluations and checkpoints it gives no sign of life.
+SECONDS_OF_SILENCE = 600.0
 Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # what a chart can show
 Seconds = Annotated[float, Field(ge=0, le=1e30)]
@@ -143,7 +141,9 @@ class RunFiles:
 
     settings: all of config.json; config: the part of it that readers use.
     events, damaged: of metrics.jsonl, in their order; number of its lines that are none.
-    marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
+    marks: of sessions.jsonl, and one at the last sign of life of a session without an end: "lost" where that is long
+        ago, else "seen".
+    standing: a word and a sentence (`sessions.standing`).
     summary: None until the run is complete. confusion: None before the first evaluation.
     """
 
@@ -152,8 +152,8 @@ class RunFiles:
     config: Config
     events: list[Event]
     damaged: int
-    marks: list[goodput.Mark]
-    standing: Standing
+    marks: list[sessions.Mark]
+    standing: tuple[str, str]
     summary: Summary | None
     confusion: Confusion | None
 
@@ -172,16 +172,17 @@ def read_run(run_dir: Path) -> RunFiles:
     if config is None:
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     events, damaged = as_events(_lines(run_dir / "metrics.jsonl"))
-    marks = goodput.read("\n".join(_lines(run_dir / goodput.SESSIONS)))
-    step, seen = max((event.step for event in events), default=0), last_sign(run_dir)
-    standing = story.standing(marks, step, seen, lives(run_dir, config), time.time())
-    if not goodput.has_ended(marks):
-        marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})
+    marks = sessions.read("\n".join(_lines(run_dir / sessions.SESSIONS)))
+    step = max((event.step for event in events), default=0)
+    if not sessions.has_ended(marks):
+        # Rank 0 writes, or sets the time of sessions.jsonl (`Reporter.beat`), while it lives.
+        seen = max((run_dir / name).stat().st_mtime for name in ("config.json", sessions.SESSIONS))
+        is_silent = time.time() > seen + SECONDS_OF_SILENCE
+        marks.append({"mark": "lost" if is_silent else "seen", "time": max(seen, marks[-1]["time"]), "step": step})
     summary = _read(Summary, run_dir / "summary.json", "train the run to its end again, or remove the file")
     confusion = _read(Confusion, run_dir / "confusion.json", "remove it; an evaluation writes it again")
-    return RunFiles(
-        run_dir, read_json(run_dir / "config.json"), config, events, damaged, marks, standing, summary, confusion
-    )
+    settings, standing = read_json(run_dir / "config.json"), sessions.standing(marks, step)
+    return RunFiles(run_dir, settings, config, events, damaged, marks, standing, summary, confusion)
 
 
 def _read(kind: type[P], path: Path, remedy: str) -> P | None:
@@ -211,11 +212,7 @@ def as_events(lines: Iterable[str]) -> tuple[list[Event], int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of a file that another process appends to; of one that is not there yet none.
-
-    Raises:
-        UserError: where it cannot be read.
-    """
+    """The whole lines of a file that another process appends to, if it is there. UserError where it cannot be read."""
     try:
         whole = path.read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
@@ -223,29 +220,3 @@ def _lines(path: Path) -> list[str]:
     except OSError as failure:
         raise UserError(f"cannot read {path}: {failure.strerror}; give the folder of a run") from None
     return whole.decode(errors="replace").split("\n") if whole else []
-
-
-def last_sign(run_dir: Path) -> float:
-    """Unix time at which the run wrote last, or showed that it lives (`Reporter.beat`)."""
-    paths = [run_dir / name for name in ("config.json", "metrics.jsonl", goodput.SESSIONS)]
-    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
-
-
-def lives(run_dir: Path, config: Config) -> bool | None:
-    """Whether a process writes into a run directory, by its lock (`training.run_dir.claim`).
-
-    None: not known, since the run is on another host, whose locks this one may not see, or the disk has no locks.
-    """
-    try:
-        descriptor = os.open(run_dir / ".lock", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, by os.close
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return False if config.run.hosts[0] == socket.gethostname() else None

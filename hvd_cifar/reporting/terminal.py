@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO, cast
-
-from rich.console import Console
+from typing import TextIO
 
 from hvd_cifar.files import LastingStream
 from hvd_cifar.runtime.environment import launched_rank
@@ -43,11 +41,6 @@ def say(line: str) -> None:
 def complain(line: str) -> None:
     """Print a line to standard error in one piece."""
     _write(sys.stderr, line)
-
-
-def console(stream: TextIO) -> Console:
-    """Rich's console for a person who watches. Under a launcher the stream is a pipe, which Rich takes for a file."""
-    return Console(file=cast(TextIO, LastingStream(stream)), force_terminal=True)
 
 
 def _write(stream: TextIO, line: str) -> None:

@@ -35,7 +35,8 @@ def export(settings: ExportSettings) -> None:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
             a layer that TensorFlow alone cannot load.
     """
-    if os.path.exists(settings.to) and not _is_empty(settings.to):  # Path.exists may raise
+    # os.path, since methods of Path raise for a name that is too long.
+    if os.path.exists(settings.to) and not (os.path.isdir(settings.to) and not os.listdir(settings.to)):
         raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)
     try:
@@ -57,22 +58,15 @@ def export(settings: ExportSettings) -> None:
     terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {KERAS}, {METADATA} in {settings.to}")
 
 
-def _is_empty(folder: Path) -> bool:
-    try:
-        return not any(folder.iterdir())
-    except OSError:  # no folder, or none that may be read
-        return False
-
-
 def usable(trained: Trained) -> keras.Model:
-    """A model from images to probabilities, of Keras's own layers and operations only.
+    """A model of Keras's own layers and operations only, which TensorFlow alone can load.
 
     Returns:
         A model from images uint8 [b, any height, any width, channels] to a dictionary of `logits` and `probabilities`,
         float32 [b, classes], in the order of the labels.
 
     Raises:
-        UserError: where TensorFlow alone could not load it.
+        UserError: where there can be none.
     """
     transforms, shape = trained.transforms, trained.dataset.image_shape
     if transforms.portable is None:

@@ -286,7 +286,7 @@ class Run:
         self.observers.append(observer)
 
     def aside(self, kind: str) -> AbstractContextManager[None]:
-        """A block whose time does not count as training; `kind` names it in the summary (`reporting.goodput.SPANS`)."""
+        """A block whose time does not count as training; `kind` names it in the summary (`sessions.SPANS`)."""
         return self.progress.aside(kind)
 
     def options(self, kind: type[S]) -> S:

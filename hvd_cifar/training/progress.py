@@ -201,7 +201,7 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, kind: str) -> Iterator[None]:
-        """Exclude the time of the block from the clock, and add it to `spans`. `kind`: one of `goodput.SPANS`."""
+        """Exclude the time of the block from the clock, and add it to `spans`. `kind`: one of `sessions.SPANS`."""
         step, began = self.step, time.time()
         with self.clock.paused(), self.watch.phase(kind):
             try:

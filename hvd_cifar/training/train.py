@@ -24,7 +24,6 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
@@ -228,11 +227,10 @@ class Trainer:
         """A context in which signals are requests to stop, and the run's files are open. An error closes them also."""
         run = self.run
         requests = StopRequests(run.settings.grace_seconds, run.world.is_root, lambda: str(run.progress.kept))
-        course = Course(run.plan.global_batch_size, run.total_steps, run.plan.steps_per_epoch)
         with requests:
             collectives.on_root(self._open_files)
             try:
-                with run.reporter.progress(run.step, course):
+                with run.reporter.progress(run.step, run.total_steps, run.plan.steps_per_epoch):
                     yield requests
             except BaseException as failure:
                 if isinstance(failure, Preempted):

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
-from hvd_cifar.reporting import goodput
+from hvd_cifar.reporting import sessions
 from tests.faults.jobs import COURSE, STEPS, Running, checkpoints, start
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_was(
 
 def _ends(run_dir: Path) -> list[str]:
     """How each life of a run ended."""
-    return [mark["how"] for mark in goodput.read((run_dir / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
+    return [mark["how"] for mark in sessions.read((run_dir / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
 
 
 @pytest.mark.slow

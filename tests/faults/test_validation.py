@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
-from hvd_cifar.reporting import goodput
+from hvd_cifar.reporting import sessions
 from hvd_cifar.runtime import devices
 from tests.faults.jobs import Running, start
 from tests.options import slow_until
@@ -78,7 +78,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embe
         assert summary["best_evaluation"] == other["best_evaluation"]
     assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best_evaluation']['step']}"]
     assert not (job.run_dir / "snapshots").exists() and "validation ranks have ended" not in job.said()
-    intervals = goodput.intervals(goodput.read((job.run_dir / goodput.SESSIONS).read_text()))
+    intervals = sessions.intervals(sessions.read((job.run_dir / sessions.SESSIONS).read_text()))
     # No second counts twice, also not while the last snapshot is written.
     assert all(end <= begin + 1e-3 for (_, _, end), (_, begin, _) in itertools.pairwise(intervals)), intervals
 

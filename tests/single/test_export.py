@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,35 +22,34 @@ from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.trained import Trained
 from hvd_cifar.use_settings import ExportSettings
 
+IMAGES = np.zeros((2, 4, 4, 3), np.uint8)
+DATASET = Dataset.from_arrays(IMAGES, np.arange(2), IMAGES, np.arange(2))
 
-def _at_step_1(model: keras.Model) -> TrainState:
+
+def _trained(model: keras.Model, step: int = 0, *place: Any) -> Trained:
     state = TrainState(model)
-    state.step.assign(1)
-    return state
+    state.step.assign(step)
+    return Trained(
+        make(TrainSettings, {}), Recipe(), {}, DATASET, model, augment.transforms("none", DATASET), state, *place
+    )
 
 
 def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> None:
-    images, labels = np.zeros((2, 4, 4, 3), np.uint8), np.arange(2)
-    dataset = Dataset.from_arrays(images, labels, images, labels)
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text('{"steps": 1, "test_views": 1, "test_accuracy": 0.5}')
-    model, transforms = keras.Sequential([keras.Input((4, 4, 3))]), augment.transforms("none", dataset)
     path = tmp_path / "b" / "checkpoints" / "step-1"
-    of_b = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, _at_step_1(model), None, path)
+    of_b = _trained(keras.Sequential([keras.Input((4, 4, 3))]), 1, None, path)
     found = [export._metadata(of_b, tmp_path / name)["test_accuracy"] for name in "ab"]
     assert found == [None, 0.5]
 
 
 def test_transforms_that_are_python_alone_are_refused() -> None:
-    images, labels = np.zeros((2, 4, 4, 3), np.uint8), np.arange(2)
-    dataset = Dataset.from_arrays(images, labels, images, labels)
     given = keras.Input((4, 4, 3))
     model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
-    transforms = augment.transforms("none", dataset)
-    trained = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, TrainState(model))
-    assert usable(trained)(images)["probabilities"].shape == (2, 2)
-    python_alone = replace(trained, transforms=transforms._replace(portable=None))
+    trained = _trained(model)
+    assert usable(trained)(IMAGES)["probabilities"].shape == (2, 2)
+    python_alone = replace(trained, transforms=trained.transforms._replace(portable=None))
     with pytest.raises(UserError, match="TensorFlow cannot load the Transforms of its recipe: set their `portable`"):
         usable(python_alone)
 

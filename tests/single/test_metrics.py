@@ -8,14 +8,17 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import board
 from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.reporting.view import Course
 
-COURSE = Course(global_batch_size=64, total_steps=40, steps_per_epoch=20)
+TRAIN = (10, 0.5, 2.25, 0.1, 1234.5, 0.25)  # arguments of `Reporter.train`
+TESTED = {"accuracy": 0.61, "loss": 1.5, "examples": 10_000}
 
 
 def _events(run_dir: Path) -> list[dict[str, Any]]:
@@ -32,8 +35,8 @@ def _report(run_dir: Path, first: int, steps: list[int]) -> None:
 def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
     reporter.open(0)
-    reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-    reporter.evaluation(10, 0.5, {"accuracy": 0.61, "loss": 1.5, "examples": 10_000})
+    reporter.train(*TRAIN)
+    reporter.evaluation(10, 0.5, TESTED)
     train, evaluation = _events(tmp_path)
     common = {"dataset": "cifar10", "step": 10, "epoch": 0.5}
     rates = {"learning_rate": 0.1, "images_per_second": 1234.5}
@@ -43,14 +46,6 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     lines = capfd.readouterr().out.splitlines()
     assert "step 10, loss = 2.2500 (1234.5 images/s; 0.250 s/batch)" in lines[0]
     assert "cifar10 test accuracy 61.00%" in lines[1]
-
-
-def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
-    _report(tmp_path, 0, [10, 20, 30])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "train", "st')  # killed in the middle of a line
-    _report(tmp_path, 20, [30, 40])
-    assert [e["step"] for e in _events(tmp_path)] == [10, 20, 30, 40]
 
 
 def test_a_long_record_of_examples_needs_no_memory(tmp_path: Path) -> None:
@@ -67,7 +62,7 @@ def test_a_long_record_of_examples_needs_no_memory(tmp_path: Path) -> None:
     assert len(lines) == 499 and peak < 2e6 < path.stat().st_size / 3
 
 
-@pytest.mark.parametrize("damage", [b"\xff", b"5", b"{", b'{"event": "train"}', b'{"step": "x"}', b""])
+@pytest.mark.parametrize("damage", [b"\xff", b"5", b'{"event": "train"}', b'{"step": "x"}', b""])
 def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _report(tmp_path, 0, [10, 20, 30])
     path = tmp_path / "metrics.jsonl"
@@ -91,7 +86,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
         with pytest.raises(UserError, match="cannot write .*: File too large"):
             reporter.summary({})
-        reporter.evaluation(2, 0.2, {"accuracy": 0.5, "loss": 1.0, "examples": 100})
+        reporter.evaluation(2, 0.2, TESTED)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind and "note" not in capsys.readouterr().err
@@ -111,12 +106,14 @@ def _by_events(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in accumulator.Tensors(tag)] for tag in accumulator.Tags()["tensors"]}
 
 
-def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     killed = Reporter(tmp_path, watched=False, dataset="cifar10")
     killed.open(0)
     for step in (10, 20, 30):
         killed.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
-    killed.evaluation(30, 3.0, {"accuracy": 0.6, "loss": 1.5, "examples": 100})
+    killed.evaluation(30, 3.0, TESTED)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"event": "train", "st')
     # Never closed: what was written is on disk, and the last record is cut off.
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
@@ -125,16 +122,28 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path: Pa
     found = _by_events(tmp_path / "tensorboard")
     assert found["images_per_second"] == found["learning_rate"] == [10, 20, 25, 30, 40]
     assert "cifar10/test_loss" not in found  # of step 30, which has no evaluation now
+    assert [e["step"] for e in _events(tmp_path)] == [10, 20, 25, 30, 40]
     _report(tmp_path, 25, [30])
     assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
+
+
+def test_histograms_are_of_finite_values(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=(50, 7)).astype(np.float32)
+    given = {"usual": values, "broken": np.append(values, np.float32([np.nan, np.inf])), "none": np.array([np.nan])}
+    path = board.begin(tmp_path / "board", 0)
+    path.write_bytes(path.read_bytes() + board.encode(3, [board.histograms(given)]))
+    accumulator = EventAccumulator(str(path)).Reload()
+    found = {tag: make_ndarray(accumulator.Tensors(tag)[0].tensor_proto) for tag in given}
+    assert found["usual"].shape == (30, 3) and found["usual"][:, 2].sum() == values.size
+    assert found["usual"].tolist() == found["broken"].tolist() and not found["none"].any()
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(None, watched=True, dataset="cifar10")
     reporter.open(0)
-    with reporter.progress(0, COURSE):
-        reporter.train(1, 0.1, 1.0, 0.1, 1.0, 1.0)
-        reporter.evaluation(1, 0.1, {"accuracy": 0.5, "loss": 1.0, "examples": 10})
+    with reporter.progress(0, 40, 20):
+        reporter.train(*TRAIN)
+        reporter.evaluation(10, 0.5, TESTED)
         reporter.say("hello")
     reporter.summary({"a": 1})
     assert capfd.readouterr() == ("", "")
@@ -144,11 +153,12 @@ def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(tmp_path, watched=True, dataset="cifar10")
     reporter.open(0)
-    with reporter.progress(0, COURSE):
-        reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
+    with reporter.progress(0, 40, 20):
+        reporter.train(*TRAIN)
+        reporter.warn("rank 1 is slow")  # Rich has replaced the stream by an object without an encoding
     out = capfd.readouterr().out
-    assert "step 10 of 40" in out and "\x1b[" in out
-    assert "step 10, loss = 2.2500" in out
+    assert "epoch 0.50" in out and "step 10 of 40" in out and "\x1b[" in out
+    assert "step 10, loss = 2.2500" in out and "rank 1 is slow" in out
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -156,9 +166,9 @@ def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.Capture
     reporter = Reporter(tmp_path, watched, "cifar10", quiet=True)
     reporter.open(0)
     reporter.begin_session(began=50.0, ranks=2, ends=["killed"])
-    with reporter.progress(0, COURSE):
-        reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-        reporter.evaluation(10, 0.5, {"accuracy": 0.61, "loss": 1.5, "examples": 10_000})
+    with reporter.progress(0, 40, 20):
+        reporter.train(*TRAIN)
+        reporter.evaluation(10, 0.5, TESTED)
         reporter.warn("rank 1 is slow", step=10)
     reporter.say("done")
     assert capfd.readouterr() == ("", "hvd_cifar: rank 1 is slow\n")

@@ -36,9 +36,7 @@ def events(steps: int) -> list[dict[str, Any]]:
             tested = {"event": "eval", "step": step, "epoch": epoch, "test_accuracy": 1 - 0.9 * 0.999**step}
             found.append({**tested, "test_loss": loss})
             times = {"compute_seconds": [0.08, 0.1], "wait_seconds": [0.03, 0.01]}
-            found.append(
-                {"event": "ranks", "step": step, "hosts": ["node1", "a-host-with-a-long-name.example"], **times}
-            )
+            found.append({"event": "ranks", "step": step, "hosts": ["node1", LONG_HOST], **times})
     return found
 
 
@@ -48,16 +46,8 @@ def marks() -> list[dict[str, Any]]:
     now = 1e9
     for restart in range(5):
         ends = ["rank 1 on node1 was ended by signal 9 (Killed); perhaps the machine ran out of memory"] * restart
-        found.append(
-            {
-                "mark": "launch",
-                "time": now + 3,
-                "began": 1e9,
-                "restarts": restart,
-                "ranks": 1 + restart % 2,
-                "ends": ends,
-            }
-        )
+        launch = {"mark": "launch", "time": now + 3, "began": 1e9, "restarts": restart, "ranks": 1 + restart % 2}
+        found.append({**launch, "ends": ends})
         found.append({"mark": "start", "time": now + 5, "step": 100 * restart})
         found.append({"mark": "lost", "time": now + 20, "step": 100 * restart + 50})
         now += 25

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,20 +13,70 @@ from numpy.typing import NDArray
 
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.reduction import Reduction
-from hvd_cifar.errors import UserError
-from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.world import World
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, Facts
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.runtime.environment import launched_size
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.tools.benchmark.results import Result, estimate, facts, shown, tell
 from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
 WIDTH = 4  # bytes of a float32
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
-# Memory of a rank, in messages: terms, TensorFlow's copy, sums, expected, and two in transit.
-BUFFERS = 6
 
 Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    """All-reduces of one size. Bandwidths are in bytes a second; wrong_values: over all ranks."""
+
+    bytes: int
+    iterations: int
+    seconds: Result
+    algorithm_bandwidth: float
+    bus_bandwidth: float  # the same, times 2 (p - 1) / p
+    wrong_values: int
+
+
+def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
+    """Measure all-reduces on all ranks of this job.
+
+    Raises:
+        UserError: where a setting does not fit the job.
+        TrainingError: where a sum is wrong.
+    """
+    if (launched_size() or 1) == 1:
+        raise UserError("one rank alone has nothing to reduce; start more (-np 2)")
+    with session() as world:
+        reduce, how = through_horovod(), (settings.repeats, settings.iterations, settings.seconds)
+        chosen = sizes(settings.min_bytes, settings.max_bytes, settings.factor)
+        points = [measure_size(world, reduce, size, *how) for size in chosen]
+        found = {"facts": facts(world), "points": [asdict(point) for point in points]}
+        collectives.on_root(lambda: tell(table(points), found, settings.json_file))
+        judge(points)
+
+
+def judge(points: Sequence[Point]) -> None:
+    """TrainingError where a value is wrong, naming the first size."""
+    wrong = [p for p in points if p.wrong_values]
+    if wrong:
+        others = f", and of {len(wrong) - 1} more sizes" if len(wrong) > 1 else ""
+        raise TrainingError(
+            f"wrong sums: {wrong[0].wrong_values:,} values of an all-reduce of {wrong[0].bytes:,} bytes{others}; "
+            "do not train over this network or MPI"
+        )
+
+
+def table(points: Sequence[Point]) -> str:
+    """A row a size."""
+    rows: list[Sequence[str]] = [("bytes", "us", "algorithm GB/s", "bus GB/s", "wrong")]
+    for p in points:
+        rates = (f"{rate / 1e9:.3f}" for rate in (p.algorithm_bandwidth, p.bus_bandwidth))
+        rows.append((f"{p.bytes:,}", shown(p.seconds, 1, 1e6), *rates, str(p.wrong_values)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["all-reduce of float32", *lines])
 
 
 def sizes(least: int, most: int, factor: int) -> list[int]:
@@ -62,35 +113,13 @@ def through_horovod() -> Reduce:
     return tf.function(lambda terms: reduction.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
-def measure(world: World, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
-    """Measure all sizes; a collective, and every rank returns the same points.
-
-    Wrong sums do not end the measurement; the result counts them.
-
-    Raises:
-        UserError: on every rank, where a host lacks the memory for the largest message.
-    """
-    free = devices.available_memory(swap=False)
-    collectives.on_every_rank(lambda: check_memory(settings.max_bytes, world.local_size, world.host, free))
-    reduce, how = through_horovod(), (settings.repeats, settings.iterations, settings.seconds)
-    chosen = sizes(settings.min_bytes, settings.max_bytes, settings.factor)
-    return AllreduceResult(Facts.of(world), [measure_size(world, reduce, size, *how) for size in chosen])
-
-
-def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
-    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes."""
-    needed = BUFFERS * largest * ranks
-    if needed > available:
-        raise UserError(
-            f"all-reduces of {largest:,} bytes: {ranks} ranks of {host} need {needed / 2**30:,.1f} GiB for them, and "
-            f"{available / 2**30:,.1f} GiB are free; give --max-bytes at most {available // (BUFFERS * ranks)}"
-        )
-
-
 def measure_size(
     world: World, reduce: Reduce, size: int, repeats: int, most_iterations: int = 1, seconds: float = 0.0
-) -> AllreducePoint:
-    """Measure all-reduces of `size` bytes for about `seconds`; a collective."""
+) -> Point:
+    """Measure all-reduces of `size` bytes for about `seconds`; a collective, with the same result on every rank.
+
+    Wrong sums do not end the measurement; the result counts them.
+    """
     with tf.device(world.device):
         terms = tf.constant(terms_of(world.rank, size // WIDTH))
     sums: Any = None
@@ -107,13 +136,8 @@ def measure_size(
 
     once = max(time_of(2), 1e-9)
     iterations = int(min(most_iterations, max(1.0, seconds / repeats / once)))
-    taken = Estimate.of([time_of(iterations) for _ in range(repeats)])
+    taken = estimate([time_of(iterations) for _ in range(repeats)])
+    rate = size / taken["mean"]
     wrong = int((np.asarray(sums) != sums_of(world.size, size // WIDTH)).sum())
-    return AllreducePoint(
-        bytes=size,
-        iterations=iterations * repeats,
-        seconds=taken,
-        algorithm_bandwidth=size / taken.mean,
-        bus_bandwidth=size / taken.mean * 2 * (world.size - 1) / world.size,
-        wrong_values=sum(collectives.all_gather_object(wrong)),
-    )
+    all_wrong = sum(collectives.all_gather_object(wrong))
+    return Point(size, iterations * repeats, taken, rate, rate * 2 * (world.size - 1) / world.size, all_wrong)

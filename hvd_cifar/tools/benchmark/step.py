@@ -5,6 +5,7 @@ Each repeat takes all ways in turn, so that a drift of the machine's speed favou
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,11 @@ from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
-from hvd_cifar.runtime.world import World
-from hvd_cifar.tools.benchmark.results import Estimate, Facts, StepResult
+from hvd_cifar.runtime.environment import launched_size
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.tools.benchmark.results import Result, estimate, facts, shown, tell
 from hvd_cifar.tools.settings import BenchmarkStepSettings
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Averaging, make_train_step
@@ -35,20 +37,29 @@ ENDLESS = 2**31  # steps
 WAYS = ("communication", "fed", "step", "compute")  # ways to be compared are neighbours, against drift
 
 
-class Alone:
-    """A process set of this rank alone, which needs no communication."""
+def benchmark_step(settings: BenchmarkStepSettings) -> None:
+    """Measure the training step on all ranks of this job.
 
-    def included(self) -> bool:
-        """This rank is a member."""
-        return True
+    Raises:
+        UserError: where a setting does not fit the job or the data.
+        TrainingError: where the efficiency is below --min-efficiency.
+    """
+    if settings.min_efficiency is not None and (launched_size() or 1) == 1:
+        raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
+    with session(settings.threads_per_rank) as world:
+        found = measure(world, settings)
+        collectives.on_root(lambda: tell(table(found), found, settings.json_file))
+        judge(found, settings.min_efficiency)
 
-    def size(self) -> int:
-        """Its number of ranks."""
-        return 1
 
+def measure(world: World, options: BenchmarkStepSettings) -> Result:
+    """Measure the step of `options` (model, batch_size, precision, steps, repeats, data); a collective.
 
-def measure(world: World, options: BenchmarkStepSettings) -> StepResult:
-    """Measure the step of `options` (model, batch_size, precision, steps, repeats, data); a collective."""
+    The result has, beside settings: `images_per_second`, and `_alone` of as many processes that do not communicate;
+    `efficiency`, the ratio of both; `step_seconds`, computation and all-reduce; `compute_seconds`, without
+    communication, and `compute_by_rank`; `communication_seconds`, the all-reduce of the gradients by itself (None: one
+    rank); `fed_seconds`, the step fed by the pipeline, and `input_cost`, that over step_seconds, minus 1.
+    """
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
     bench = make_bench(world, TrainSettings(**given))
     ways = [way for way in WAYS if way != "communication" or world.size > 1]
@@ -66,25 +77,76 @@ def measure(world: World, options: BenchmarkStepSettings) -> StepResult:
     step, fed, communication = ([max(by_rank) for by_rank in taken[way]] for way in ("step", "fed", "communication"))
     together = [world.size * batch / seconds for seconds in step]
     alone = [sum(batch / seconds for seconds in by_rank) for by_rank in taken["compute"]]
-    return StepResult(
-        facts=Facts.of(world),
-        model=settings.model,
-        precision=precision_of(settings),
-        dataset=bench.work.dataset.name,
-        per_rank_batch_size=batch,
-        compression=settings.compression,
-        bucket_bytes=bucket_bytes_of(bench.work, bench.net.model),
-        steps=options.steps,
-        images_per_second=Estimate.of(together),
-        images_per_second_alone=Estimate.of(alone),
-        efficiency=Estimate.of([a / b for a, b in zip(together, alone, strict=True)]),
-        step_seconds=Estimate.of(step),
-        compute_seconds=Estimate.of([world.size * batch / rate for rate in alone]),
-        communication_seconds=Estimate.of(communication) if communication else None,
-        fed_seconds=Estimate.of(fed),
-        input_cost=Estimate.of([a / b - 1 for a, b in zip(fed, step, strict=True)]),
-        compute_by_rank=np.mean(taken["compute"], axis=0).tolist(),
+    return {
+        "facts": facts(world),
+        "model": settings.model,
+        "precision": precision_of(settings),
+        "dataset": bench.work.dataset.name,
+        "per_rank_batch_size": batch,
+        "compression": settings.compression,
+        "bucket_bytes": bucket_bytes_of(bench.work, bench.net.model),  # None: sent after the backward pass
+        "steps": options.steps,
+        "images_per_second": estimate(together),
+        "images_per_second_alone": estimate(alone),
+        "efficiency": estimate([a / b for a, b in zip(together, alone, strict=True)]),
+        "step_seconds": estimate(step),
+        "compute_seconds": estimate([world.size * batch / rate for rate in alone]),
+        "communication_seconds": estimate(communication) if communication else None,
+        "fed_seconds": estimate(fed),
+        "input_cost": estimate([a / b - 1 for a, b in zip(fed, step, strict=True)]),
+        "compute_by_rank": np.mean(taken["compute"], axis=0).tolist(),
+    }
+
+
+def table(found: Result) -> str:
+    """Speed and efficiency, and the parts of a step's time."""
+    by_rank, step, communication = found["compute_by_rank"], found["step_seconds"], found["communication_seconds"]
+    rows = {
+        "images/s": shown(found["images_per_second"], 0),
+        "images/s without communication": shown(found["images_per_second_alone"], 0),
+        "efficiency": shown(found["efficiency"], 3),
+    }
+    if len(by_rank) > 1:
+        rank = by_rank.index(max(by_rank))
+        behind = f"{max(by_rank) / statistics.median_low(by_rank) - 1:.1%} behind the median"
+        rows["slowest rank"] = f"{rank} on {found['facts']['hosts'][rank]}, {behind}"
+    rows |= {"step, ms": shown(step, 2, 1e3), "computation alone, ms": shown(found["compute_seconds"], 2, 1e3)}
+    if communication:
+        rows["all-reduce alone, ms"] = shown(communication, 2, 1e3)
+        rows["exposed, ms"] = f"{(step['mean'] - max(by_rank)) * 1e3:.2f}"
+    rows |= {"fed, ms": shown(found["fed_seconds"], 2, 1e3), "input costs": f"{shown(found['input_cost'], 1, 100)}%"}
+    buckets = found["bucket_bytes"]
+    sent = "in one message" if buckets is None else f"in buckets of {buckets / 2**10:,.0f} KiB"
+    return "\n".join(
+        [
+            f"{found['model']}, {found['precision']}, {found['per_rank_batch_size']} images a rank and step; "
+            f"{found['dataset']}; mean ± standard error of {step['n']} x {found['steps']} steps",
+            *(f"  {name:<{max(map(len, rows))}}  {value}" for name, value in rows.items()),
+            f"gradients leave {sent}; compression: {found['compression']}",
+        ]
     )
+
+
+def judge(found: Result, wanted: float | None) -> None:
+    """TrainingError where the efficiency is below `wanted`."""
+    if wanted is not None and found["efficiency"]["mean"] < wanted:
+        raise TrainingError(
+            f"scaling efficiency on {len(found['compute_by_rank'])} ranks is {shown(found['efficiency'], 4)}, below "
+            f"--min-efficiency {wanted:g}: {found['images_per_second']['mean']:,.0f} images/s, of "
+            f"{found['images_per_second_alone']['mean']:,.0f} without communication"
+        )
+
+
+class Alone:
+    """A process set of this rank alone, which needs no communication."""
+
+    def included(self) -> bool:
+        """This rank is a member."""
+        return True
+
+    def size(self) -> int:
+        """Its number of ranks."""
+        return 1
 
 
 def make_bench(world: World, settings: TrainSettings) -> Bench:

@@ -1,21 +1,15 @@
-"""`doctor`: ask all hosts, run the small job, print the findings as a table or as JSON."""
+"""`doctor`: ask all hosts, run the small job, print the findings as lines or as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
@@ -25,13 +19,12 @@ from hvd_cifar.launch.here import ranks_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import checks, facts, job
+from hvd_cifar.tools.doctor.checks import Finding, counted
 from hvd_cifar.tools.doctor.facts import Job, Subject
-from hvd_cifar.tools.doctor.finding import Finding, counted
 from hvd_cifar.tools.settings import DoctorSettings
 
 LOCAL_RANKS = 2  # of the job on each host: enough for messages between them; where GPUs compute, all take part
-LEAST_WIDTH, WIDTH_OF_A_FILE = 60, 120
-WORDS = {"ok": Text("ok", "green"), "warning": Text("warn", "yellow"), "failure": Text("FAIL", "bold red")}
+WORDS = {"ok": "ok", "warning": "warn", "failure": "FAIL"}
 
 
 def examine(settings: DoctorSettings) -> None:
@@ -54,21 +47,18 @@ def examine(settings: DoctorSettings) -> None:
     _tell(f"asking {counted(len(everyone), 'host')} ...")
     participants = Participants(everyone, here, sys.executable, way)
     subject = facts.ask(hosts, participants, settings.run_dir, settings.probe_timeout)
-    option = _hosts_option(settings, hosts)
     if not any(one.level == "failure" for one in checks.findings(subject, checks.OF_HOSTS)):
         subject = replace(subject, job=_run_job(subject, settings, bool(nodes)))
-    found = checks.findings(subject, checks.CHECKS, option)
-    terminal.say(as_json(subject, found) if settings.as_json else as_table(found))
+    found = checks.findings(subject, checks.CHECKS, _hosts_option(settings, hosts))
+    terminal.say(as_json(subject, found) if settings.as_json else as_text(found))
     if failed := [f"{one.check}{' on ' * bool(one.host)}{one.host}" for one in found if one.level == "failure"]:
         raise TrainingError(f"a run would fail: {', '.join(dict.fromkeys(failed))}")
 
 
 def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Host, ...]:
-    """The hosts, with the slots that a run would use.
+    """The hosts, with the slots that a run would use. UserError where there are too few slots.
 
     `nodes`: of the Slurm allocation, () outside of one.
-
-    Raises UserError.
     """
     if settings.hostfile is not None:
         hosts = read_hostfile(settings.hostfile, counts_cores=False)
@@ -94,7 +84,11 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
         return f"--hostfile {settings.hostfile if near.startswith('..') else near}"
     if settings.hosts is None and len(hosts) == 1:
         return ""
-    return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
+    return f"-H {_listed(hosts)}"
+
+
+def _listed(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def _run_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Job:
@@ -104,8 +98,9 @@ def _run_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Job:
         hosts = [Host(host.name, min(host.slots, LOCAL_RANKS)) for host in hosts]
     ranks = sum(host.slots for host in hosts)
     _tell(f"a small job of {counted(ranks, 'rank')} on {counted(len(hosts), 'host')} ...")
-    named = not in_slurm and [host.name for host in hosts] != [subject.here]
-    words = job.command(hosts, named, settings.allreduce == "ring")
+    words = ["-np", str(ranks), *(["--allreduce", "ring"] if settings.allreduce == "ring" else [])]
+    if not in_slurm and [host.name for host in hosts] != [subject.here]:
+        words += ["-H", _listed(hosts)]
     return job.run(words, settings.job_timeout)
 
 
@@ -115,35 +110,24 @@ def _tell(text: str) -> None:
         terminal.complain(text)
 
 
-def as_table(found: Sequence[Finding], width: int = 0) -> str:
-    """A row for each finding, with advice below it; then a summary. `width`: 0: the terminal's."""
-    is_watched = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    width = width or max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
-    console = Console(width=width, highlight=False, force_terminal=is_watched, emoji=False, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("what", "", "where"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("found")
-    check = ""
+def as_text(found: Sequence[Finding]) -> str:
+    """A line for each finding, with advice below it; then a summary."""
+    width = max(len(one.host) for one in found)
+    lines = []
     for one in found:
-        text = Text(one.text)
-        if one.remedy:
-            text.append(f"\n-> {one.remedy}", style="bold")
-        table.add_row(one.check if one.check != check else "", WORDS[one.level], one.host, text)
-        check = one.check
-    with console.capture() as capture:
-        console.print(table)
-        console.print(f"\n{summary(found)}")
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        start = f"{one.check:<13}  {WORDS[one.level]:<4}  {one.host:<{width}}  "
+        lines.append(start + one.text)
+        lines += [f"{'':<{len(start)}}-> {one.remedy}"] if one.remedy else []
+    return "\n".join([*lines, "", summary(found)])
 
 
 def summary(found: Sequence[Finding]) -> str:
     """The summary, one line."""
     counts = Counter(one.level for one in found)
-    parts = [counted(counts[level], level) for level in ("failure", "warning") if counts[level]]
+    failures, warnings = counted(counts["failure"], "failure"), counted(counts["warning"], "warning")
     if counts["failure"]:
-        return f"A run would fail: {' and '.join(parts)}."
-    return f"A run would work; {parts[0]}." if parts else "All is well."
+        return f"A run would fail: {failures}{f' and {warnings}' if counts['warning'] else ''}."
+    return f"A run would work; {warnings}." if counts["warning"] else "All is well."
 
 
 def as_json(subject: Subject, found: Sequence[Finding]) -> str:

@@ -24,15 +24,16 @@ PROBE = Path(__file__).with_name("probe.py")
 class HostFacts:
     """The facts of one host.
 
-    code: a digest of this project's files.
+    versions: of Python, and of packages whose arithmetic or messages must be the same on all hosts.
+    code: a digest of this project's files. is_for_gpus: whether set-up has installed NCCL.
     gpus: that ranks may use. memory: free, within the limits of control groups. shm: free in /dev/shm.
     temporary: the folder for temporary files. folder: the run's, or the nearest existing one above it.
     temporary_error, folder_error: why nothing can be written there; "": it can.
     """
 
-    python: str
-    packages: Mapping[str, str]
+    versions: Mapping[str, str]
     code: str
+    is_for_gpus: bool
     gpus: list[str]
     memory: int
     shm: int
@@ -41,11 +42,6 @@ class HostFacts:
     folder: str
     folder_free: int
     folder_error: str
-
-    @property
-    def is_for_gpus(self) -> bool:
-        """Whether the environment is for GPUs: set-up then installs NCCL, on which it builds Horovod."""
-        return any(name.startswith("nvidia-nccl") for name in self.packages)
 
     @property
     def computes_on_gpus(self) -> bool:
@@ -57,14 +53,13 @@ class HostFacts:
 class Job:
     """The outcome of the small job.
 
-    failure: why it failed; "": it did not. complaints: lines of the ranks' stderr. seconds: of all of it.
+    failure: why it failed; "": it did not. seconds: of all of it.
     how: ranks, devices, algorithm and transport, as in the first line of a training.
     wrong_values: in all-reduces. bytes_per_second: that each rank sends, and receives, in those over all ranks.
     links: bytes per second between each host and the next one, the last and the first; (): fewer than three hosts.
     """
 
     failure: str = ""
-    complaints: tuple[str, ...] = ()
     how: str = ""
     wrong_values: int = 0
     bytes_per_second: float = 0.0
@@ -88,7 +83,6 @@ class Subject:
     silent: Mapping[str, tuple[str, str]]
     network: Network | None = None
     no_network: str = ""
-    hides_gpus: bool = False
     job: Job | None = None
 
     @property
@@ -98,21 +92,19 @@ class Subject:
 
 
 def ask(hosts: tuple[Host, ...], participants: Participants, run_dir: Path, seconds: float) -> Subject:
-    """Ask all hosts at once for their facts, then test the connections between those that answer.
+    """Ask all participants at once for their facts, then test the connections between those that answer.
 
     Args:
-        hosts: with the slots that a run would use.
-        participants: the hosts, and this machine.
+        hosts: with the slots that a run would use; `participants` may have this machine besides.
         run_dir: the run's folder.
         seconds: the time limit for a host's facts.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hides = devices.hides_all(chosen)
     names, text, programs = participants.hosts, PROBE.read_text(), list[Program]()
 
     def listen(program: Program) -> HostFacts | tuple[str, str]:
         # Variables of this machine count here alone; but where they hide all GPUs, they do so on all hosts.
-        counts = hides or program.host == participants.here
+        counts = devices.hides_all(chosen) or program.host == participants.here
         program.say({"run_dir": str(run_dir), "visible_gpus": chosen if counts else None})
         found: dict[str, Any] | None = program.hear(b"{")
         return program.why() if found is None else HostFacts(**found)
@@ -126,7 +118,7 @@ def ask(hosts: tuple[Host, ...], participants: Participants, run_dir: Path, seco
                 program.end()
     facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
     silent = {name: answer for name, answer in answers.items() if not isinstance(answer, HostFacts)}
-    subject = Subject(hosts, participants.here, facts, silent, hides_gpus=hides)
+    subject = Subject(hosts, participants.here, facts, silent)
     if len(facts) < 2:
         return subject
     try:

