@@ -13,7 +13,6 @@ has torchvision.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -84,10 +83,8 @@ LIBRARIES: dict[str, Input] = {"hvd_cifar": ours, "Keras": of_keras, "PyTorch": 
 def core_seconds() -> float:
     """The time that cores have worked for this process and its children."""
     pids = ["self", *Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(user) + int(system) for *_, user, system in (field[:13] for field in fields)) / os.sysconf(
-        "SC_CLK_TCK"
-    )
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in pids]
+    return sum(int(ticks) for pair in fields for ticks in pair) / os.sysconf("SC_CLK_TCK")
 
 
 def serve(given: argparse.Namespace) -> None:
@@ -105,21 +102,17 @@ def serve(given: argparse.Namespace) -> None:
 def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Images/s of all ranks together, and images for each second of a core, in each turn, by library."""
     names = [name for name in LIBRARIES if name != "PyTorch" or given.torch]
-    command = [__file__, str(given.folder), "--size", str(given.size), "--ranks", str(given.ranks)]
+    words = [__file__, str(given.folder), "--size", str(given.size), "--ranks", str(given.ranks)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     started = {}
     for name in names:  # one after the other: the first makes the cache
-        started[name] = [
-            subprocess.Popen(
-                [given.torch if name == "PyTorch" else sys.executable, *command, "--serve", name, "--rank", str(rank)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            )
-            for rank in range(given.ranks)
-        ]  # fmt: skip
+        command = [given.torch if name == "PyTorch" else sys.executable, *words, "--serve", name]
+        ranks = range(given.ranks)
+        started[name] = [subprocess.Popen([*command, "--rank", str(rank)], **pipes) for rank in ranks]
         for process in started[name]:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", name
+            assert process.stdout and process.stdout.readline() == "ready\n", name
     for turn in range(given.turns + 1):
         for name, processes in started.items():
             for process in processes:
@@ -151,18 +144,17 @@ def main() -> None:
     best = statistics.median(of_core for _, of_core in found["hvd_cifar"])
     for name, turns in found.items():
         rates, of_cores = zip(*turns, strict=True)
-        values = (f"{value:,.0f}" for value in (statistics.median(rates), min(rates), max(rates)))
+        low, middle, high = (f"{value:,.0f}" for value in (min(rates), statistics.median(rates), max(rates)))
         of_core = statistics.median(of_cores)
-        row = (
+        cells = [
             given.size,
             given.ranks,
             name,
-            "{} ({} to {})".format(*values),
+            f"{middle} ({low} to {high})",
             f"{of_core:,.0f}",
             f"{best / of_core:.2f}",
-        )
-        print("| " + " | ".join(map(str, row)) + " |")
-    print(json.dumps({"size": given.size, "ranks": given.ranks, "turns": found}), file=sys.stderr)
+        ]
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":

@@ -107,15 +107,8 @@ class Soak:
 @click.option("--seed", type=int, default=0, help="Seed of faults and moments.")
 @click.option("--keep", type=Path, help="Folder for the runs; without it they are removed.")
 @setting.one_line_for_users()
-def main(keep: Path | None, **given: Any) -> None:
-    """Run the job, disturb it, and print."""
-    jobs.end_on_signals()
-    with setting.folder_of(keep) as folder:
-        _disturb(folder, **given)
-
-
-def _disturb(
-    folder: Path,
+def main(
+    keep: Path | None,
     data_dir: str,
     model: str,
     ranks: int,
@@ -125,39 +118,42 @@ def _disturb(
     virtual_shards: int | None,
     seed: int,
 ) -> None:
+    """Run the job, disturb it, and print."""
+    jobs.end_on_signals()
     options: list[Any] = ["--dataset", "cifar10", "--data-dir", data_dir, "--model", model]
     options += ["--global-batch-size", batch, "--checkpoint-every", 1000, "--eval-every", 1000]
     options += ["--log-every", 1, "--stall-seconds", STALL_SECONDS, "--max-steps", steps]
     options += ["--virtual-shards", virtual_shards] if virtual_shards else []
-    hosts = folder / "hosts"
-    hosts.write_text(f"localhost slots={ranks}\n")
-    words = [sys.executable, "-m", "hvd_cifar.launch", "--elastic", f"1:{ranks}", "--cool-down", "2:2"]
-    words += ["--hostfile", str(hosts), "train", *map(str, options), "--run-dir", str(folder / "run")]
-    sizes = [n for n in range(1, ranks + 1) if not virtual_shards or virtual_shards % n == 0]
-    job = jobs.start(words, folder / "log")
-    soak = Soak(job, folder, hosts, sizes, seed)
-    try:
-        began = time.monotonic()
-        while soak.step() < 5:
-            soak._check(began)
-        while len(soak.repeated) < faults:
-            soak.fault()
-            time.sleep(soak.chance.random() * 2)
-            print(f"fault {len(soak.repeated)}: step {soak.step()}", file=sys.stderr)
-        code = job.wait()
-    finally:
-        jobs.kill(job)
-    print(f"{model}, up to {ranks} ranks, {steps} steps of {batch}, seed {seed}\n")
-    print("| fault | seconds without a step: median | worst | n |\n|---|---|---|---|")
-    for kind, found in sorted(soak.outages.items()):
-        print(f"| {kind} | {statistics.median(found):.1f} | {max(found):.1f} | {len(found)} |")
-    print(f"\nsteps made twice: {sum(soak.repeated)} in {faults} faults, at most {max(soak.repeated)} each")
-    print(f"exit code {code}; steps on record: {len(runs.losses(folder / 'run'))} of {steps}")
-    if virtual_shards:
-        alone = folder / "alone"
-        jobs.run(jobs.command(2, *options, "--run-dir", alone), folder / "alone.log")
-        digests = [runs.summary(run_dir)["weights_sha256"] for run_dir in (folder / "run", alone)]
-        print(f"weights_sha256 {digests[0][:16]}, left alone {digests[1][:16]}")
+    with setting.folder_of(keep) as folder:
+        hosts = folder / "hosts"
+        hosts.write_text(f"localhost slots={ranks}\n")
+        words = [sys.executable, "-m", "hvd_cifar.launch", "--elastic", f"1:{ranks}", "--cool-down", "2:2"]
+        words += ["--hostfile", str(hosts), "train", *map(str, options), "--run-dir", str(folder / "run")]
+        sizes = [n for n in range(1, ranks + 1) if not virtual_shards or virtual_shards % n == 0]
+        job = jobs.start(words, folder / "log")
+        soak = Soak(job, folder, hosts, sizes, seed)
+        try:
+            began = time.monotonic()
+            while soak.step() < 5:
+                soak._check(began)
+            while len(soak.repeated) < faults:
+                soak.fault()
+                time.sleep(soak.chance.random() * 2)
+                print(f"fault {len(soak.repeated)}: step {soak.step()}", file=sys.stderr)
+            code = job.wait()
+        finally:
+            jobs.kill(job)
+        print(f"{model}, up to {ranks} ranks, {steps} steps of {batch}, seed {seed}\n")
+        print("| fault | seconds without a step: median | worst | n |\n|---|---|---|---|")
+        for kind, found in sorted(soak.outages.items()):
+            print(f"| {kind} | {statistics.median(found):.1f} | {max(found):.1f} | {len(found)} |")
+        print(f"\nsteps made twice: {sum(soak.repeated)} in {faults} faults, at most {max(soak.repeated)} each")
+        print(f"exit code {code}; steps on record: {len(runs.losses(folder / 'run'))} of {steps}")
+        if virtual_shards:
+            alone = folder / "alone"
+            jobs.run(jobs.command(2, *options, "--run-dir", alone), folder / "alone.log")
+            digests = [runs.summary(run_dir)["weights_sha256"] for run_dir in (folder / "run", alone)]
+            print(f"weights_sha256 {digests[0][:16]}, left alone {digests[1][:16]}")
 
 
 if __name__ == "__main__":

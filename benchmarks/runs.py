@@ -31,22 +31,13 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def weights(run_dir: Path) -> dict[str, Any]:
-    """The model's variables in the newest checkpoint, by their names there."""
-    return _values(run_dir, "state/model/")
-
-
-def averages(run_dir: Path) -> dict[str, Any]:
-    """The moving averages of the model's variables in the newest checkpoint, by their names there."""
-    return {name: value for name, value in _values(run_dir, "state/averages/").items() if value.shape}  # not the count
-
-
-def _values(run_dir: Path, beginning: str) -> dict[str, Any]:
+def weights(run_dir: Path, part: str = "model") -> dict[str, Any]:
+    """The variables of a part of the newest checkpoint by their names there, without counts."""
     from hvd_cifar.training.checkpoint import find, read
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    return {name: value for name, value in read(path).items() if name.startswith(beginning)}
+    return {name: value for name, value in read(path).items() if name.startswith(f"state/{part}/") and value.shape}
 
 
 def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:

@@ -6,7 +6,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -52,21 +52,13 @@ def real_data(data_dir: Path) -> Path:
     return data_dir
 
 
-def versions() -> dict[str, str]:
-    """Of what this project computes with, by the names of the packages."""
-    packages = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod")
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def about(**more: str) -> str:
     """Machine, versions and commit in one line, for below a table; `more` are versions of what else took part."""
-    told = ", ".join(f"{name} {version}" for name, version in {**versions(), **more}.items())
+    told = {"python": platform.python_version()}
+    for name in ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod"):
+        with suppress(metadata.PackageNotFoundError):
+            told[name] = metadata.version(name)
+    named = ", ".join(f"{name} {version}" for name, version in {**told, **more}.items())
     cpu, cores = devices.processor(Path("/proc/cpuinfo"))[0], os.cpu_count()
     commit = provenance.git_commit() or "unknown"
-    return f"{cpu}, {cores} cores, {platform.platform()}; {told}; commit {commit[:8] + commit[40:]}"
+    return f"{cpu}, {cores} cores, {platform.platform()}; {named}; commit {commit[:8] + commit[40:]}"

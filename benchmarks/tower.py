@@ -15,8 +15,9 @@ not. Nets with batch norm update one set of moving statistics, tower after tower
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,19 +146,17 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     print(f"{towers} towers, {batch_plan.total_steps} steps, last loss {losses.mean():.6f}: {settings.run_dir}")
 
 
+def _as_in_train(*names: str) -> Callable[[Any], Any]:
+    """Options of a command."""
+    return lambda command: functools.reduce(lambda made, name: click.option(f"--{name}")(made), names, command)
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--towers", default=1, show_default=True, type=click.IntRange(1), help="Copies of the net.")
 @click.option("--nudge", is_flag=True, help="Move one initial weight by its last bit.")
-@click.option("--model", default="tutorial", help="As in train, like the options below.")
-@click.option("--dataset")
-@click.option("--data-dir")
-@click.option("--global-batch-size")
-@click.option("--learning-rate")
-@click.option("--epochs")
-@click.option("--max-steps")
-@click.option("--precision")
+@click.option("--model", default="tutorial", help="As in train, like the other options.")
+@_as_in_train("dataset", "data-dir", "global-batch-size", "learning-rate", "epochs", "max-steps", "precision", "seed")
 @click.option("--set", multiple=True)
-@click.option("--seed")
 @click.option("--run-dir", required=True, type=Path)
 @setting.one_line_for_users()
 def main(towers: int, nudge: bool, **given: Any) -> None:

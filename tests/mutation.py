@@ -37,14 +37,8 @@ NO_MUTANTS = ["core/ReplaceBinaryOperator_BitOr_.*"]
 MOST_SURVIVORS = 0.1
 
 
-def _copy_of_the_commit(folder: Path) -> Path:
-    copy = folder / "checkout"
-    subprocess.run(["git", "clone", "--quiet", "--shared", CHECKOUT, copy], check=True)
-    return copy
-
-
-def _draw(session: Path, sample: int) -> int:
-    """Skip all mutants of a session but a sample; its size."""
+def _sample(session: Path, size: int) -> int:
+    """Skip all mutants of a session but a sample; how many are left."""
     from cosmic_ray.work_db import WorkDB, use_db
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
@@ -52,9 +46,9 @@ def _draw(session: Path, sample: int) -> int:
         places = {item.job_id: str(item.mutations) for item in db.pending_work_items}
         pending = sorted(places, key=lambda job: places[job])  # their numbers are random
         random.Random(0).shuffle(pending)
-        for job in pending[sample:]:
+        for job in pending[size:]:
             db.set_result(job, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
-    return min(sample, len(pending))
+    return min(size, len(pending))
 
 
 def _survivors(session: Path) -> list[str]:
@@ -85,11 +79,11 @@ def _try_row(folder: Path, copy: Path, modules: str, tests: str, sample: int) ->
     lines += [f"exclude-operators = {json.dumps(NO_MUTANTS)}"]
     config, session = folder / "cosmic-ray.toml", folder / f"{modules.replace('/', '-')}.sqlite"
     config.write_text("\n".join(lines) + "\n")
-    tools = Path(sys.executable).parent
-    subprocess.run([tools / "cosmic-ray", "init", config, session], cwd=copy, check=True)
-    subprocess.run([tools / "cr-filter-operators", session, config], cwd=copy, check=True)
-    tried = _draw(session, sample)
-    subprocess.run([tools / "cosmic-ray", "exec", config, session], cwd=copy, check=True)
+    tool = Path(sys.executable).with_name("cosmic-ray")
+    subprocess.run([tool, "init", config, session], cwd=copy, check=True)
+    subprocess.run([tool.with_name("cr-filter-operators"), session, config], cwd=copy, check=True)
+    tried = _sample(session, sample)
+    subprocess.run([tool, "exec", config, session], cwd=copy, check=True)
     return tried, _survivors(session)
 
 
@@ -101,7 +95,8 @@ def main() -> int:
     given = parser.parse_args()
     tried, survived = 0, 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as temporary:
-        copy = _copy_of_the_commit(Path(temporary))
+        copy = Path(temporary) / "checkout"
+        subprocess.run(["git", "clone", "--quiet", "--shared", CHECKOUT, copy], check=True)
         for modules, tests in ROWS.items():
             if given.words and not any(word in modules for word in given.words):
                 continue

@@ -1,7 +1,6 @@
 """A PREDICTION of eight GPUs, from one: what the all-reduce of NCCL's ring adds to a step. Nothing here was measured.
 
     python -m benchmarks.gpu.eight --measured FOLDER        # FOLDER of python -m benchmarks.gpu
-    python -m benchmarks.gpu.eight --step-ms resnet20=6.6
 
 A ring over n ranks sends 2 (n - 1) / n of the message through each link, in 2 (n - 1) hops. Nothing hides it: a step
 takes its time on one GPU and the all-reduce. Bandwidths are those of the links; NCCL's share of them and the latencies
@@ -14,7 +13,6 @@ import json
 import os
 import statistics
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -51,24 +49,14 @@ def measured(folder: Path) -> dict[str, float]:
     return found
 
 
-def _step_ms(context: Any, parameter: Any, given: tuple[str, ...]) -> dict[str, float]:
-    try:
-        return {name: float(ms) / 1e3 for name, ms in (text.split("=") for text in given)}
-    except ValueError:
-        raise click.BadParameter("write NET=MILLISECONDS, such as resnet20=6.6") from None
-
-
-@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--measured", "folder", type=Path, help="Folder of `python -m benchmarks.gpu`.")
-@click.option("--step-ms", multiple=True, callback=_step_ms, help="NET=MS of one GPU's step; may be repeated.")
 @setting.one_line_for_users()
-def main(folder: Path | None, step_ms: dict[str, float]) -> None:
+def main(folder: Path | None) -> None:
     """Print the table, in Markdown."""
-    if folder and not measured(folder):
+    seconds = measured(folder) if folder else {}
+    if folder and not seconds:
         raise UserError(f"--measured {folder}: no step of 128 images in float32 there; see python -m benchmarks.gpu")
-    seconds = {**(measured(folder) if folder else {}), **step_ms}
-    if unknown := sorted(seconds.keys() - nets.MODELS.keys()):
-        raise UserError(f"--step-ms {unknown[0]}: no net of that name; give one of {', '.join(nets.MODELS)}")
     print(f"PREDICTED, not measured: {RANKS} ranks, float32, 128 images a rank, one ring, nothing hidden\n")
     head = [f"{name}: all-reduce, efficiency" for name in LINKS]
     print(f"| net | bytes | step on one GPU | {' | '.join(head)} |\n|" + "---|" * (len(LINKS) + 3))

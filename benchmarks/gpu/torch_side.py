@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.gpu.serve import serve
 from benchmarks.peers import airbench, ddp
+from benchmarks.peers.torch_views import decaying
 
 
 class Work:
@@ -30,9 +31,7 @@ class Work:
         else:
             work = ddp.work_of(model, 128)
             self.net = work.net.to(device, memory_format=torch.channels_last)
-            decayed = {id(p) for p in work.decayed}
-            others = [p for p in self.net.parameters() if id(p) not in decayed]
-            groups = [{"params": work.decayed, "weight_decay": work.weight_decay}, {"params": others}]
+            groups = decaying(self.net, work.decayed, work.weight_decay)
             self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=work.momentum, fused=True)
             self.loss_of = nn.CrossEntropyLoss()
             if work.ema_decay:
@@ -70,31 +69,29 @@ def repeated(work: Work, form: str, device: str) -> Callable[[int], None]:
     def once() -> Any:
         return work.step(net)
 
+    def repeat(steps: int) -> None:
+        for _ in range(steps):
+            loss = once()
+        loss.item()  # waits for the device
+
     if net is not work.net:
         once()  # compiles
-    if "graph" in form:
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # allocations, before the capture
-                once()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = once()
-
-        def replay() -> Any:
-            graph.replay()
-            return loss
-
-        return lambda steps: _repeat(replay, steps)
-    return lambda steps: _repeat(once, steps)
-
-
-def _repeat(once: Callable[[], Any], steps: int) -> None:
-    for _ in range(steps):
+    if "graph" not in form:
+        return repeat
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        repeat(3)  # allocations, before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         loss = once()
-    loss.item()  # waits for the device
+
+    def replay(steps: int) -> None:
+        for _ in range(steps):
+            graph.replay()
+        loss.item()
+
+    return replay
 
 
 def main() -> None:

@@ -24,9 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.torch_views import Windows
-from hvd_cifar.data.cifar import CIFAR10
+from benchmarks.peers.torch_views import Windows, keep_memory, read_cifar
 
 MEAN = tuple(255 * m for m in (0.4914, 0.4822, 0.4465))
 DEVIATION = tuple(255 * d for d in (0.2470, 0.2435, 0.2616))
@@ -174,10 +172,7 @@ def main() -> None:
     torch.set_default_device(given.device)
     torch.manual_seed(given.seed)
 
-    folder = CIFAR10.locate(given.data_dir)
-    if folder is None:
-        parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    dataset = CIFAR10.read(folder)
+    dataset = read_cifar(parser, given.data_dir)
     train_set = dataset.train
 
     began = time.perf_counter()

@@ -25,10 +25,9 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import torch_resnet, torch_tutorial
-from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.torch_views import PAD, Distorted, Windows
+from benchmarks.peers.torch_views import PAD, Distorted, Windows, decaying, keep_memory, read_cifar
 from hvd_cifar.data import sampler
-from hvd_cifar.data.cifar import CIFAR10, SIDE
+from hvd_cifar.data.cifar import SIDE
 
 PARAMETERS = {"tutorial": 1_068_298, "resnet20": 269_722, "resnet32": 464_154, "resnet56": 853_018}
 PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
@@ -95,10 +94,7 @@ def main() -> None:
     store = f"file://{Path(given.store).absolute()}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
 
-    folder = CIFAR10.locate(given.data_dir)
-    if folder is None:
-        parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    dataset = CIFAR10.read(folder)
+    dataset = read_cifar(parser, given.data_dir)
     autocast = given.precision == "mixed_bfloat16"
     batch = given.batch_size * size
     work = work_of(given.model, batch)
@@ -114,11 +110,7 @@ def main() -> None:
         raise RuntimeError(f"the net has {count:,} parameters, not {PARAMETERS[given.model]:,}: it is another net")
     chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
     replica = DistributedDataParallel(net, **chosen)
-    held = {id(p) for p in work.decayed}
-    groups = [
-        {"params": work.decayed, "weight_decay": work.weight_decay},
-        {"params": [p for p in net.parameters() if id(p) not in held], "weight_decay": 0.0},
-    ]
+    groups = decaying(net, work.decayed, work.weight_decay)
     optimizer = torch.optim.SGD(groups, lr=work.rate, momentum=work.momentum, fused=True)
     averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()

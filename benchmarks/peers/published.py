@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from benchmarks.peers import torch_resnet
-from benchmarks.peers.torch_views import PAD, Windows
+from benchmarks.peers.torch_views import PAD, Windows, decaying, read_cifar
 from hvd_cifar.data import sampler
-from hvd_cifar.data.cifar import CIFAR10, SIDE
+from hvd_cifar.data.cifar import SIDE
 
 BATCH = 128
 TEST_BATCH = 1000
@@ -36,10 +36,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--evaluate-every", type=int, default=4000, help="Steps between two evaluations.")
     given = parser.parse_args()
-    folder = CIFAR10.locate(given.data_dir)
-    if folder is None:
-        parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    dataset = CIFAR10.read(folder)
+    dataset = read_cifar(parser, given.data_dir)
     torch.manual_seed(0)
     torch.set_default_device(given.device)
     colours = (dataset.channel_mean, dataset.channel_deviation)
@@ -49,12 +46,7 @@ def main() -> None:
     labels, test_labels = (torch.tensor(part.labels.astype(np.int64)) for part in (dataset.train, dataset.test))
 
     net = torch_resnet.ResNet(20).to(memory_format=torch.channels_last)
-    decayed = torch_resnet.kernels(net)
-    decayed_ids = {id(p) for p in decayed}
-    groups = [
-        {"params": decayed, "weight_decay": 1e-4},
-        {"params": [p for p in net.parameters() if id(p) not in decayed_ids], "weight_decay": 0.0},
-    ]
+    groups = decaying(net, torch_resnet.kernels(net), 1e-4)
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
     milestones = [given.steps // 2, given.steps * 3 // 4]
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)

@@ -1,15 +1,51 @@
-"""CIFAR-10 in memory as PyTorch sees it, uint8, and random views of a batch in a few whole-batch operations."""
+"""What PyTorch's programs share: CIFAR-10 in memory, random views of a batch, groups of weights, the allocator."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from hvd_cifar.data.cifar import CIFAR10
+
 PAD = 4  # pixels on each side: that of `hvd_cifar.data.augment`, which needs more than NumPy
+# PyTorch asks for and returns its large buffers in every step; by default glibc hands them back to the kernel, which
+# clears them page by page the next time. Here they are kept, and lie in huge pages where the kernel gives them.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**35),
+    "MALLOC_TOP_PAD_": str(2**27),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+def keep_memory() -> None:
+    """Start this program again with `ALLOCATOR`, which is read only at a start; what the user has set stays."""
+    missing = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
+
+
+def read_cifar(parser: argparse.ArgumentParser, data_dir: Path) -> Any:
+    """The data set of a folder; where there is none, the parser's error ends the program."""
+    folder = CIFAR10.locate(data_dir)
+    if folder is None:
+        parser.error(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+    return CIFAR10.read(folder)
+
+
+def decaying(net: Any, decayed: Sequence[Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of weights for an optimizer: those that decay, and the others."""
+    held = {id(p) for p in decayed}
+    others = [p for p in net.parameters() if id(p) not in held]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 class Windows:

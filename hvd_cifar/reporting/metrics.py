@@ -67,12 +67,30 @@ class Reporter:
         """
         if self.run_dir is None:
             return
-        path = self.run_dir / name
-        with _writing(path):
-            last, damaged = _keep_events_up_to(path, first_step, see)
+        path, damaged = self.run_dir / name, 0
+
+        def kept(lines: Iterable[bytes]) -> Iterator[bytes]:
+            nonlocal damaged
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return  # the last line of a killed run
+                try:
+                    event = parse_json(line.decode())
+                    is_kept = event["step"] <= first_step
+                    self._last_step = max(self._last_step, event["step"])
+                except (ValueError, LookupError, TypeError):
+                    damaged += 1
+                    continue
+                if is_kept:
+                    see(event)
+                    yield line
+
+        # Line by line: the examples of a long run would take much memory. A missing file is not made before: a reader
+        # could open it, and would never see the one that takes its place.
+        with _writing(path), path.open("rb") if path.exists() else io.BytesIO() as lines:
+            replace_lines(path, kept(lines))
         if damaged:
             self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
-        self._last_step = max(self._last_step, last)
 
     def record(self, event: str, **values: Any) -> None:
         """Add an event to metrics.jsonl. `values`: its step, and what else it has, as JSON."""
@@ -166,11 +184,9 @@ class Reporter:
     def evaluation(
         self, step: int, epoch: float, found: Mapping[str, float], part: str = "test", at_step: int | None = None
     ) -> None:
-        """Report an evaluation of the weights after a step, on a part of the data set ("test" or "validation").
+        """Report an evaluation on a part of the data set ("test" or "validation"): accuracy, loss, examples.
 
-        Args:
-            found: accuracy, loss, and number of examples.
-            at_step: the training step at which the result arrived, where other ranks evaluate beside training.
+        `at_step`: of training, at which the result arrived, where other ranks evaluate beside it.
         """
         if self.run_dir is None:
             return
@@ -182,8 +198,8 @@ class Reporter:
         values = {f"{part}_{name}": value for name, value in found.items()}
         values |= {} if at_step is None else {"at_step": at_step}
         self.record("eval" if part == "test" else part, dataset=self.dataset, step=step, epoch=epoch, **values)
-        shown = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
-        self.show(step, [board.scalars(shown)])
+        tags = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
+        self.show(step, [board.scalars(tags)])
 
     def missing(self, step: int, why: str) -> None:
         """Report a snapshot that nobody has evaluated."""
@@ -249,36 +265,6 @@ class Reporter:
         path = self.run_dir / "summary.json"
         with _writing(path):
             replace_text(path, json.dumps(values, indent=2) + "\n")
-
-
-def _keep_events_up_to(path: Path, step: int, see: Callable[[dict[str, Any]], None]) -> tuple[int, int]:
-    """Remove the lines of later steps from a file, which is made where there is none; `see` gets each event that stays.
-
-    It reads line by line: the examples of a long run would take much memory. Returns the last step of all events, and
-    the number of damaged lines, which are removed, as is the incomplete last line of a killed run.
-    """
-    last = damaged = 0
-
-    def kept(lines: Iterable[bytes]) -> Iterator[bytes]:
-        nonlocal last, damaged
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = parse_json(line.decode())
-                is_kept = event["step"] <= step
-                last = max(last, event["step"])
-            except (ValueError, LookupError, TypeError):
-                damaged += 1
-                continue
-            if is_kept:
-                see(event)
-                yield line
-
-    # A missing file is not made before: a reader could open it, and would never see the one that takes its place.
-    with path.open("rb") if path.exists() else io.BytesIO() as lines:
-        replace_lines(path, kept(lines))
-    return last, damaged
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
         jobs.run([str(word) for word in words], run_dir / "log")
     assert len(runs.losses(ranks)) == TOWER_STEPS
     assert runs.loss_apart(runs.losses(ranks), runs.losses(towers), TOWER_STEPS) < 1e-12
-    averages = [runs.averages(run_dir) for run_dir in (ranks, towers)]
+    averages = [runs.weights(run_dir, "averages") for run_dir in (ranks, towers)]
     # TensorFlow's moving average computes its decay in float32.
     assert averages[0] and runs.weights_apart(*averages) < 1e-6
     assert runs.weights_apart(runs.weights(ranks), runs.weights(towers)) < 1e-11

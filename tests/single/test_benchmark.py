@@ -15,7 +15,7 @@ from hvd_cifar.tools.benchmark.results import estimate, shown
 
 ONE = estimate([1.0])
 STEP = {
-    **dict.fromkeys(("step_seconds", "compute_seconds", "communication_seconds", "fed_seconds", "input_cost"), ONE),
+    **dict.fromkeys(("step_seconds", "compute_seconds", "fed_seconds", "input_cost"), ONE),
     **dict.fromkeys(("model", "precision", "dataset", "per_rank_batch_size", "steps", "compression"), "x"),
     "facts": {"hosts": ["h0", "h1", "h2", "h3"]},
     "bucket_bytes": None,

@@ -34,14 +34,11 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
 
 STEPPER = """
 import pathlib, subprocess, sys, time
-path = pathlib.Path(sys.argv[1])
 if len(sys.argv) > 2:  # a launcher and its rank
     sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2], sys.argv[1]]))
-step = 0
-while True:
+for step in range(1, 1 << 30):
     time.sleep(0.01)
-    step += 1
-    with path.open("a") as file:
+    with open(sys.argv[1], "a") as file:
         file.write('{"event": "train", "step": %d}\\n' % step)
 """
 
@@ -70,10 +67,8 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
     for side, ranks in ((sides.ours(work), 3), (sides.limit(work), 1)):
         for words in side.commands:
             options = words[words.index("train") + 1 :]
-            given = {
-                name.removeprefix("--").replace("-", "_"): v
-                for name, v in zip(options[::2], options[1::2], strict=True)
-            }
+            names = [name.removeprefix("--").replace("-", "_") for name in options[::2]]
+            given = dict(zip(names, options[1::2], strict=True))
             settings = make(TrainSettings, given | ({"set": (given["set"],)} if "set" in given else {}))
             recipe = nets.recipe_of(settings.model)
             batch_plan = plan(resolve(settings, recipe), recipe, sides.EXAMPLES, ranks)

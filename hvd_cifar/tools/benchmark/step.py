@@ -18,7 +18,6 @@ from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batch
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import reduction_of
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
@@ -34,7 +33,7 @@ LEARNING_RATE = 1e-3
 # Steps before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
-WAYS = ("communication", "fed", "step", "compute")  # ways to be compared are neighbours, against drift
+WAYS = ("fed", "step", "compute")  # ways to be compared are neighbours, against drift
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -57,15 +56,14 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
 
     The result has, beside settings: `images_per_second`, and `_alone` of as many processes that do not communicate;
     `efficiency`, the ratio of both; `step_seconds`, computation and all-reduce; `compute_seconds`, without
-    communication, and `compute_by_rank`; `communication_seconds`, the all-reduce of the gradients by itself (None: one
-    rank); `fed_seconds`, the step fed by the pipeline, and `input_cost`, that over step_seconds, minus 1.
+    communication, and `compute_by_rank`; `fed_seconds`, the step fed by the pipeline, and `input_cost`, that over
+    step_seconds, minus 1.
     """
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
     bench = make_bench(world, TrainSettings(**given))
-    ways = [way for way in WAYS if way != "communication" or world.size > 1]
     taken: dict[str, list[list[float]]] = {way: [] for way in WAYS}  # for each repeat, seconds of a step by rank
     for repeat in range(options.repeats + 1):
-        for way in ways if repeat % 2 else ways[::-1]:
+        for way in WAYS if repeat % 2 else WAYS[::-1]:
             by_rank = collectives.all_gather_object(bench.time(way, options.steps))
             if repeat:  # the first one traces and warms up
                 taken[way].append(by_rank)
@@ -74,7 +72,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
 
     settings, batch = bench.work.settings, options.batch_size
     # A step takes as long as the slowest rank's.
-    step, fed, communication = ([max(by_rank) for by_rank in taken[way]] for way in ("step", "fed", "communication"))
+    step, fed = ([max(by_rank) for by_rank in taken[way]] for way in ("step", "fed"))
     together = [world.size * batch / seconds for seconds in step]
     alone = [sum(batch / seconds for seconds in by_rank) for by_rank in taken["compute"]]
     return {
@@ -91,7 +89,6 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
         "efficiency": estimate([a / b for a, b in zip(together, alone, strict=True)]),
         "step_seconds": estimate(step),
         "compute_seconds": estimate([world.size * batch / rate for rate in alone]),
-        "communication_seconds": estimate(communication) if communication else None,
         "fed_seconds": estimate(fed),
         "input_cost": estimate([a / b - 1 for a, b in zip(fed, step, strict=True)]),
         "compute_by_rank": np.mean(taken["compute"], axis=0).tolist(),
@@ -100,7 +97,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
 
 def table(found: Result) -> str:
     """Speed and efficiency, and the parts of a step's time."""
-    by_rank, step, communication = found["compute_by_rank"], found["step_seconds"], found["communication_seconds"]
+    by_rank, step = found["compute_by_rank"], found["step_seconds"]
     rows = {
         "images/s": shown(found["images_per_second"], 0),
         "images/s without communication": shown(found["images_per_second_alone"], 0),
@@ -110,10 +107,8 @@ def table(found: Result) -> str:
         rank = by_rank.index(max(by_rank))
         behind = f"{max(by_rank) / statistics.median_low(by_rank) - 1:.1%} behind the median"
         rows["slowest rank"] = f"{rank} on {found['facts']['hosts'][rank]}, {behind}"
+        rows["exposed all-reduce, ms"] = f"{(step['mean'] - max(by_rank)) * 1e3:.2f}"
     rows |= {"step, ms": shown(step, 2, 1e3), "computation alone, ms": shown(found["compute_seconds"], 2, 1e3)}
-    if communication:
-        rows["all-reduce alone, ms"] = shown(communication, 2, 1e3)
-        rows["exposed, ms"] = f"{(step['mean'] - max(by_rank)) * 1e3:.2f}"
     rows |= {"fed, ms": shown(found["fed_seconds"], 2, 1e3), "input costs": f"{shown(found['input_cost'], 1, 100)}%"}
     buckets = found["bucket_bytes"]
     sent = "in one message" if buckets is None else f"in buckets of {buckets / 2**10:,.0f} KiB"
@@ -201,10 +196,8 @@ class Bench:
             return lambda: self._together(self.in_memory)
         if way == "fed":
             return lambda: self._together(next(self.batches))
-        if way == "compute":
-            alone = self._step(make_optimizer(self.work, self.net, LEARNING_RATE, Alone()), 1)
-            return lambda: alone(self.in_memory)
-        return self._reduction()
+        alone = self._step(make_optimizer(self.work, self.net, LEARNING_RATE, Alone()), 1)
+        return lambda: alone(self.in_memory)
 
     def _step(self, optimizer: Any, ranks: int) -> Callable[[MicroBatch], Any]:
         """The step of training: on a rank's batch of `ranks` of them."""
@@ -212,12 +205,3 @@ class Bench:
         step, flags = make_train_step(self.net, optimizer, step_spec(self.work), observers), tf.zeros([0])
         count = tf.constant(self.work.plan.global_batch_size // self.world.size * ranks)
         return lambda batch: step([batch], count, LEARNING_RATE, flags)
-
-    def _reduction(self) -> Callable[[], Any]:
-        """The all-reduce of the gradients alone, as the optimizer does it."""
-        reduction = reduction_of(make_optimizer(self.work, self.net, LEARNING_RATE))
-        assert reduction, "make_optimizer distributes it"
-        with tf.device(self.world.device):
-            gradients = [tf.zeros(v.shape, v.dtype) for v in self.net.model.trainable_variables]
-        reduce = tf.function(lambda: reduction.reduce(gradients), autograph=False)
-        return lambda: reduce()[-1]

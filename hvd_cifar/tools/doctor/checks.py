@@ -45,12 +45,12 @@ def findings(subject: Subject, checks: Mapping[str, Check], hosts_option: str = 
 
     `hosts_option`: names the hosts in advice, such as -H a:2,b:2.
     """
-    found = []
+    found, option = [], hosts_option or "--hostfile FILE"
     for name, check in checks.items():
-        every = list(check(subject))
-        found += [one._replace(check=name) for one in every if one.level != "ok" or one is every[0]]
-    option = hosts_option or "--hostfile FILE"
-    return [one._replace(remedy=one.remedy.replace("--hostfile FILE", option)) for one in found]
+        for i, one in enumerate(check(subject)):
+            if one.level != "ok" or i == 0:  # what is fine comes last
+                found.append(one._replace(check=name, remedy=one.remedy.replace("--hostfile FILE", option)))
+    return found
 
 
 def ssh(subject: Subject) -> Iterator[Finding]:

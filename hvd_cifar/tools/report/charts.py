@@ -22,7 +22,7 @@ matplotlib.use("agg")
 
 SIZE = (5.2, 2.9)  # inches of 72 px: about a phone's width, at which text appears in its nominal size
 SERIES = 8  # colours
-SMOOTHED = 50  # points of a line of means, about
+MOST_POINTS = 100  # of a curve, about
 # Placeholders: `_for_page` replaces each colour by a variable of the style sheet.
 _COLOURS = {"#010101": "--muted", "#020202": "--line", "#000000": "--text", "#030303": "--bad"}
 _COLOURS |= {f"#0500{i:02x}": f"--s{i}" for i in range(SERIES)}
@@ -90,16 +90,13 @@ def _points(run: RunFiles, name: str) -> list[tuple[float, float]]:
 
 
 def _over_epochs(series: Sequence[Sequence[tuple[float, float]]], title: str, axes: Any) -> None:
-    """A curve for each run; one of very many points is drawn faintly, below a line of its means."""
+    """A curve for each run; one of very many points is a line of its means."""
     for number, points in enumerate(series):
         values = np.array(points or np.empty((0, 2)))
-        colour, size = CYCLE[number % SERIES], 0 if title == "Learning rate" else len(values) // SMOOTHED
-        if size < 2:
-            axes.plot(*values.T, color=colour, marker="o" if "%" in title else "", markersize=3.5)
-        else:
-            axes.plot(*values.T, color=colour, alpha=0.3, linewidth=0.8)
-            whole = values[: len(values) // size * size]
-            axes.plot(*whole.reshape(-1, size, 2).mean(axis=1).T, color=colour)
+        size = max(1, len(values) // MOST_POINTS)
+        values = values[: len(values) // size * size].reshape(-1, size, 2).mean(axis=1)
+        marker = "o" if "%" in title else ""
+        axes.plot(*values.T, color=CYCLE[number % SERIES], marker=marker, markersize=3.5)
     axes.set(xlabel="epoch")
     if "images/s" in title:
         axes.set_ylim(0)
