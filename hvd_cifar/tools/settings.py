@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import Field, model_validator
 
 from hvd_cifar.config import StepOptions
@@ -72,9 +70,8 @@ class ReportSettings(Settings):
 
 
 class DoctorSettings(HostSettings):
-    """What the doctor checks: hosts as for the launcher, and the folder of a run."""
+    """What the doctor checks: hosts as for the launcher."""
 
-    run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
     probe_timeout: Finite = Field(30, gt=0, le=86_400, description="Seconds that a host may take to answer.")
     job_timeout: Finite = Field(180, gt=0, le=86_400, description="Seconds after which the small job is ended.")
     as_json: bool = Field(

@@ -49,7 +49,7 @@ benchmark step | --threads-per-rank 0 | --repeats 0 | --min-efficiency 90
 benchmark step | --json '' | --bucket-bytes 1X | --overlap some | --compression bf17
 benchmark allreduce | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
 benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json ''
-doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --run-dir '' | --probe-timeout 0
+doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option
 doctor-job | surplus
 """

@@ -35,9 +35,6 @@ FACTS = HostFacts(
     shm=2**33,
     temporary="/tmp",
     temporary_error="",
-    folder="/runs",
-    folder_free=2**40,
-    folder_error="",
 )
 JOB = Job(how="4 ranks", bytes_per_second=5e8, links=(9e8, 1e9, 8e8))
 HEALTHY = Subject(
@@ -98,9 +95,6 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
     ],
     "disk": [
         (_on("c", temporary_error="No space left"), "failure c", "/tmp: No space left", "TMPDIR"),
-        (_on("a", folder_free=2**20), "failure a", "1.0 MiB free in /runs", "--run-dir"),
-        (_on("a", folder_free=2**29), "warning a", "512 MiB free", "--run-dir"),
-        (_on("a", folder_error="Read-only file system"), "failure a", "cannot write to /runs: Read-only", "--run-dir"),
     ],
     "job": [
         (replace(HEALTHY, job=None), "warning", "not started", "first"),
@@ -146,7 +140,6 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
         _job(links=()),  # two hosts
         _job(links=(1e9, 6e8, 9e8)),  # sound links differ
         _on("b", shm=65536),  # one rank shares no memory
-        _on("b", folder_error="Read-only file system", folder_free=0),  # rank 0 writes the run
     ],
 )
 def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
@@ -213,9 +206,9 @@ def test_a_line_names_check_level_and_host_and_the_next_one_what_to_do() -> None
     assert lines[-1] == "A run would fail: 1 failure."
 
 
-def _ask(tmp_path: Path, seconds: float = 60) -> Subject:
+def _ask(seconds: float = 60) -> Subject:
     participants = Participants(["here"], "here", sys.executable)
-    return facts.ask((Host("here", 1),), participants, tmp_path / "not" / "yet", seconds)
+    return facts.ask((Host("here", 1),), participants, seconds)
 
 
 def test_this_machine_tells_its_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,17 +217,16 @@ def test_this_machine_tells_its_facts(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    found = _ask(tmp_path).facts["here"]
+    found = _ask().facts["here"]
     assert found.memory > 0 and found.versions["numpy"] and len(found.code) == 64
-    assert found.gpus == ["GPU-b"]
-    assert (found.folder, found.folder_error, found.temporary_error) == (str(tmp_path), "", "")
+    assert found.gpus == ["GPU-b"] and not found.temporary_error
 
 
 def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hung = tmp_path / "probe.py"
     hung.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(facts, "PROBE", hung)
-    found = _ask(tmp_path, 0.5)
+    found = _ask(0.5)
     assert not found.facts and found.silent["here"][0] == "here does not answer within 0.5 s"
 
 
@@ -242,6 +234,6 @@ def test_the_probe_ends_with_whoever_asks() -> None:
     text = facts.PROBE.read_text().replace("print(json", "threading.Event().wait(); print(json")
     process = subprocess.Popen([sys.executable, "-I", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin
-    process.stdin.write(b'{"run_dir": "/", "visible_gpus": null}\n')
+    process.stdin.write(b'{"visible_gpus": null}\n')
     process.stdin.close()
     assert process.wait(60) == 0

@@ -116,7 +116,7 @@ def test_a_page_on_paper_is_light(browser: Browser, pages: dict[str, Path]) -> N
 
 
 def test_the_look_finds_what_is_wrong(browser: Browser, pages: dict[str, Path]) -> None:
-    """The text that is too pale, too wide or overlapped, which the other tests look for; and a picture from elsewhere."""
+    """Text that is too pale, too wide or overlapped, which the other tests look for; and a picture from elsewhere."""
     page, did = opened(browser, pages["one"], 390, "light")
     page.add_style_tag(content=".eyebrow { color: #999 } .tiles dd { margin-top: -1.5rem } .facts dd { width: 500px }")
     page.evaluate("document.body.append(Object.assign(new Image(), {src: 'https://example.org/a.png'}))")

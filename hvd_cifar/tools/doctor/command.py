@@ -46,7 +46,7 @@ def examine(settings: DoctorSettings) -> None:
     way: Way = slurm if nodes else ssh
     _tell(f"asking {counted(len(everyone), 'host')} ...")
     participants = Participants(everyone, here, sys.executable, way)
-    subject = facts.ask(hosts, participants, settings.run_dir, settings.probe_timeout)
+    subject = facts.ask(hosts, participants, settings.probe_timeout)
     if not any(one.level == "failure" for one in checks.findings(subject, checks.OF_HOSTS)):
         subject = replace(subject, job=_run_job(subject, settings, bool(nodes)))
     found = checks.findings(subject, checks.CHECKS, _hosts_option(settings, hosts))

@@ -27,8 +27,7 @@ class HostFacts:
     versions: of Python, and of packages whose arithmetic or messages must be the same on all hosts.
     code: a digest of this project's files. is_for_gpus: whether set-up has installed NCCL.
     gpus: that ranks may use. memory: free, within the limits of control groups. shm: free in /dev/shm.
-    temporary: the folder for temporary files. folder: the run's, or the nearest existing one above it.
-    temporary_error, folder_error: why nothing can be written there; "": it can.
+    temporary: the folder for temporary files; temporary_error: why nothing can be written there, "": it can.
     """
 
     versions: Mapping[str, str]
@@ -39,9 +38,6 @@ class HostFacts:
     shm: int
     temporary: str
     temporary_error: str
-    folder: str
-    folder_free: int
-    folder_error: str
 
     @property
     def computes_on_gpus(self) -> bool:
@@ -91,12 +87,11 @@ class Subject:
         return [(host, self.facts[host.name]) for host in self.hosts if host.name in self.facts]
 
 
-def ask(hosts: tuple[Host, ...], participants: Participants, run_dir: Path, seconds: float) -> Subject:
+def ask(hosts: tuple[Host, ...], participants: Participants, seconds: float) -> Subject:
     """Ask all participants at once for their facts, then test the connections between those that answer.
 
     Args:
         hosts: with the slots that a run would use; `participants` may have this machine besides.
-        run_dir: the run's folder.
         seconds: the time limit for a host's facts.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -105,7 +100,7 @@ def ask(hosts: tuple[Host, ...], participants: Participants, run_dir: Path, seco
     def listen(program: Program) -> HostFacts | tuple[str, str]:
         # Variables of this machine count here alone; but where they hide all GPUs, they do so on all hosts.
         counts = devices.hides_all(chosen) or program.host == participants.here
-        program.say({"run_dir": str(run_dir), "visible_gpus": chosen if counts else None})
+        program.say({"visible_gpus": chosen if counts else None})
         found: dict[str, Any] | None = program.hear(b"{")
         return program.why() if found is None else HostFacts(**found)
 

