@@ -37,30 +37,18 @@ _xla = partial(tf.function, autograph=False, jit_compile=True)
 
 @dataclass(frozen=True)
 class Switches:
-    """What a form of the step changes.
+    """What a form of the step changes."""
 
-    Attributes:
-        xla: forward and backward pass are one XLA computation; collectives and update stay outside.
-        xla_update: the update is one XLA computation.
-        flat_update: the optimizer updates one vector of all weights, whose pieces are then copied into the net's.
-        one_buffer: the net reads its weights out of that vector, whose gradient is the message of the all-reduce.
-        one_square: weight decay and the check for NaN take their sums from one vector.
-        no_layout: TensorFlow's layout optimizer, which turns NHWC into NCHW, is off.
-        nhwc_norm: batch norm in NHWC, one XLA computation forward and one backward. TensorFlow's fused kernel turns
-            float32 into NCHW and back.
-        constant_rate: the learning rate is a constant of the graph.
-        steps: made by one call, on batches that wait on the device.
-    """
-
-    xla: bool = False
-    xla_update: bool = False
-    flat_update: bool = False
-    one_buffer: bool = False
-    one_square: bool = False
-    no_layout: bool = False
+    xla: bool = False  # forward and backward pass are one XLA computation; collectives and update stay outside
+    xla_update: bool = False  # the update is one XLA computation
+    flat_update: bool = False  # the optimizer updates one vector of all weights, whose pieces are copied into the net's
+    one_buffer: bool = False  # the net reads its weights out of that vector, whose gradient is the message
+    one_square: bool = False  # weight decay and the check for NaN take their sums from one vector
+    no_layout: bool = False  # TensorFlow's layout optimizer, which turns NHWC into NCHW, is off
+    # Batch norm in NHWC, one XLA computation forward and one backward. TensorFlow's kernel turns float32 into NCHW.
     nhwc_norm: bool = False
-    constant_rate: bool = False
-    steps: int = 1
+    constant_rate: bool = False  # the learning rate is a constant of the graph
+    steps: int = 1  # made by one call, on batches that wait on the device
 
 
 # The forms that are measured, by name. The first has no switch: it shows what this module itself costs.

@@ -17,11 +17,7 @@ CONGESTION_CONTROL = "cubic"
 
 
 def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
-    """Check the options of hosts.
-
-    Raises:
-        UserError: where this machine cannot make the hosts, or ranks or links do not fit them.
-    """
+    """UserError where this machine cannot make the hosts, or ranks or links do not fit them."""
     if hosts == 1:
         if links:
             raise UserError(f"--link {links[0]}: one host has no link; add --hosts 2")
@@ -43,9 +39,8 @@ def pinned_hosts(count: int, folder: Path) -> Iterator[Cluster]:
         for i, host in enumerate(made):
             route = [f"{PREFIX}.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", host.address]
             host.must("ip", "route", "change", *route, "congctl", CONGESTION_CONTROL)
-            os.sched_setaffinity(
-                host.pid, {cores[(i * share + j) % len(cores)] for j in range(share)}
-            )  # children of its sshd inherit it
+            own = {cores[(i * share + j) % len(cores)] for j in range(share)}
+            os.sched_setaffinity(host.pid, own)  # children of its sshd inherit it
         yield made
 
 

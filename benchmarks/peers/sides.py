@@ -26,28 +26,18 @@ PATIENCE = str(24 * 3600)  # seconds, of Horovod's Gloo: ranks are stopped while
 
 @dataclass(frozen=True)
 class Work:
-    """What every side does.
-
-    Attributes:
-        data_dir: with CIFAR-10 in its binary layout.
-        peers_python: of the environment that has PyTorch.
-        folder: for run directories and logs, one folder a side.
-        per_rank: examples a rank processes in a step.
-        threads: a rank's share of the cores.
-        log_every: steps between the lines by which each side is timed.
-        hosts: with as many ranks each; none: all ranks are on this machine.
-    """
+    """What every side does."""
 
     model: str
     precision: str
     ranks: int
-    per_rank: int
-    threads: int
-    log_every: int
-    data_dir: Path
-    peers_python: Path
-    folder: Path
-    hosts: tuple[Host, ...] = ()
+    per_rank: int  # examples that a rank processes in a step
+    threads: int  # a rank's share of the cores
+    log_every: int  # steps between the lines by which each side is timed
+    data_dir: Path  # with CIFAR-10 in its binary layout
+    peers_python: Path  # of the environment that has PyTorch
+    folder: Path  # for run directories and logs, one folder a side
+    hosts: tuple[Host, ...] = ()  # with as many ranks each; none: all ranks are on this machine
 
 
 def ours(work: Work, at_once: bool = False) -> Side:
@@ -88,7 +78,7 @@ def ddp(work: Work) -> Side:
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
     name, per_step = f"PyTorch DDP, Gloo, {_ranks(work)}", _per_step(work.per_rank * work.ranks)
-    settings = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": INTERFACE if work.hosts else _LOOPBACK}
+    settings = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": INTERFACE if work.hosts else "lo"}
     side = _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
     return replace(side, environment={**side.environment, **settings})
 
@@ -112,23 +102,17 @@ def _side(
     """A side whose commands, one for each rank or one for all, run where the ranks do."""
     environment = jobs.environment()
     if work.hosts:
-        commands = [network.words_on(_host_of(work, rank), words) for rank, words in enumerate(commands)]
+        hosts = [work.hosts[rank * len(work.hosts) // work.ranks] for rank in range(len(commands))]
+        commands = [network.words_on(host, words) for host, words in zip(hosts, commands, strict=True)]
         # MPI names a job's files after host and process id, which two sides may share.
         settings = {"OMPI_MCA_orte_tmpdir_base": str(work.hosts[0].own), "HOROVOD_GLOO_TIMEOUT_SECONDS": PATIENCE}
         environment = variables(work.hosts[0]) | settings
     return Side(name, commands, metrics, images_per_step, environment)
 
 
-def _host_of(work: Work, rank: int) -> Host:
-    return work.hosts[rank * len(work.hosts) // work.ranks]
-
-
 def _per_step(batch: int) -> float:
     """Images of a step on average: the last one of an epoch has what is left."""
     return EXAMPLES / sampler.steps_per_epoch(EXAMPLES, batch)
-
-
-_LOOPBACK = "lo"  # as the kernel names it
 
 
 def _train(work: Work, run_dir: Path) -> list[str]:

@@ -25,14 +25,9 @@ SILENCE_SECONDS = 120.0  # between lines, once there are some
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured: processes that train, and the files in which they record steps.
+    """What is measured: processes that train at the same time, and the metrics.jsonl that each of them writes.
 
-    Attributes:
-        name: for the table.
-        commands: of processes that run at the same time.
-        metrics: the metrics.jsonl that each of them writes.
-        images_per_step: of each of them, on average over an epoch.
-        environment: variables besides those of this process.
+    images_per_step: of each process, on average over an epoch. environment: variables besides those of this process.
     """
 
     name: str
@@ -43,14 +38,10 @@ class Side:
 
 
 class Turn(NamedTuple):
-    """The outcome of a side's turn.
+    """The outcome of a side's turn."""
 
-    rate: images per second of all its processes together.
-    others: the share of the machine's cores that went to anything else, other virtual machines included.
-    """
-
-    rate: float
-    others: float
+    rate: float  # images per second of all its processes together
+    others: float  # the share of the machine's cores that went to anything else, other virtual machines included
 
 
 class Job:
@@ -67,9 +58,9 @@ class Job:
     def __enter__(self) -> Job:
         with ExitStack() as undo, self.log.open("wb") as log:
             undo.callback(self.__exit__)  # where a command cannot be started, or SIGTERM comes, those before it end
+            own: dict[str, Any] = {"cwd": self._cwd, "env": {**os.environ, **self.side.environment}}
+            pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             for words in self.side.commands:
-                own: dict[str, Any] = {"cwd": self._cwd, "env": {**os.environ, **self.side.environment}}
-                pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
                 self._processes.append(subprocess.Popen(list(words), **pipes, **own, start_new_session=True))
             undo.pop_all()
         return self
@@ -84,11 +75,9 @@ class Job:
         """Launchers and all that they have started, and all processes of the side's hosts."""
         found = []
         for started in self._processes:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 root = psutil.Process(started.pid)
                 found += [root, *root.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                continue
         found += [process for host in self.hosts or () for process in host.processes()]
         return [*dict.fromkeys(found)]
 

@@ -17,10 +17,8 @@ from tests.ranks import Jobs, command, once, run_all
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that all jobs read and write."""
-    folder = tmp_path_factory.mktemp("benchmarks")
-    (folder / "mine.py").write_text(MINE)
-    return folder
+    """The files that all jobs write."""
+    return tmp_path_factory.mktemp("benchmarks")
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +28,14 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     def benchmark(name: str, *words: Any) -> Callable[..., Any]:
         return partial(command, ["benchmark", *words, "--json", folder / f"{name}.json"])
 
-    short = ("--batch-size", 4, "--steps", 2)
-    own = ("--model", folder / "mine.py:build", "--dataset", folder / "mine.py:load")
+    short = ("--batch-size", 4, "--steps", 2, "--repeats", 2)
     buckets = ("--overlap", "on", "--bucket-bytes", "1K", "--min-efficiency", 0.001)
     few_sizes = ("--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2)
     functions: dict[str, Callable[..., Any]] = {
         "weights": partial(_weights_after_steps, str(embedded)),
-        "step": benchmark("step", "step", *TUTORIAL, embedded, *short, "--repeats", 2),
+        "step": benchmark("step", "step", *TUTORIAL, embedded, *short, *buckets),
         "allreduce": benchmark("allreduce", "allreduce", *few_sizes),
         "one wrong": partial(_one_value_wrong, str(folder / "one wrong.json")),
-        "own net": benchmark("own net", "step", *own, *short, "--repeats", 1, *buckets),
     }
     return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=400))
 
@@ -53,7 +49,7 @@ def _succeeds(ranks: list[dict[str, Any]]) -> None:
 def test_the_step_is_measured(jobs: Jobs, folder: Path) -> None:
     _succeeds(jobs(2, "mpirun")["step"])
     found = json.loads((folder / "step.json").read_text())
-    assert (found["dataset"], found["model"], found["bucket_bytes"]) == ("synthetic", "tutorial", None)
+    assert (found["dataset"], found["model"], found["bucket_bytes"]) == ("synthetic", "tutorial", 1024)
     assert len(found["facts"]["hosts"]) == len(found["compute_by_rank"]) == 2
     for name in ("step", "compute", "fed"):
         assert found[f"{name}_seconds"]["mean"] > 0 and found[f"{name}_seconds"]["n"] == 2
@@ -61,27 +57,6 @@ def test_the_step_is_measured(jobs: Jobs, folder: Path) -> None:
     ratio = found["images_per_second"]["mean"] / found["images_per_second_alone"]["mean"]
     apart = 2 * found["efficiency"]["standard_error"]
     assert found["efficiency"]["mean"] == pytest.approx(ratio, abs=1.001 * apart + 1e-9)
-
-
-MINE = """
-import keras, numpy as np
-from hvd_cifar import Dataset
-
-def build(image_shape, classes):
-    dense = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(classes)
-    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), *dense])
-
-def load():
-    images = np.arange(60 * 8 * 10, dtype=np.uint8).reshape(60, 8, 10)
-    return Dataset.from_arrays(images, np.arange(60) % 3, images[:9], np.arange(9) % 3)
-"""
-
-
-def test_the_step_of_an_own_net_on_an_own_data_set_is_measured_and_judged(jobs: Jobs, folder: Path) -> None:
-    _succeeds(jobs(2, "mpirun")["own net"])
-    found = json.loads((folder / "own net.json").read_text())
-    assert (found["model"], found["dataset"]) == (f"{folder}/mine.py:build", "mine.py:load")
-    assert found["bucket_bytes"] == 1024
 
 
 def _weights_after_steps(data: str) -> dict[str, Any]:

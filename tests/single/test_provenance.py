@@ -36,9 +36,11 @@ def test_a_commit_is_named_and_a_change_since_is_marked(tmp_path: Path) -> None:
 
 
 def test_the_command_is_one_that_a_shell_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/x/__main__.py", "train", "--run-dir", "a b"])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.machinery.ModuleSpec("hvd_cifar.__main__", None))
-    assert provenance.command() == "python -m hvd_cifar train --run-dir 'a b'"
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # of a program's file
-    monkeypatch.setattr(sys, "argv", ["my train.py", "--rate", "0.1"])
-    assert provenance.command() == "python 'my train.py' --rate 0.1"
+    for spec, words, expected in (
+        ("hvd_cifar.__main__", ["/x/__main__.py", "train", "a b"], "python -m hvd_cifar train 'a b'"),
+        ("", ["my train.py", "--rate", "0.1"], "python 'my train.py' --rate 0.1"),  # a program's file
+    ):
+        module = importlib.machinery.ModuleSpec(spec, None) if spec else None
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
+        assert provenance.command() == expected

@@ -158,10 +158,10 @@ def make_bench(world: World, settings: TrainSettings) -> Bench:
 
 
 class Bench:
-    """This rank's part in each way. A way is traced at its first use, since a trace takes seconds."""
+    """This rank's part in each of `WAYS`."""
 
     def __init__(self, world: World, work: Work, batches: Iterator[MicroBatch]) -> None:
-        self.world, self.work, self.batches = world, work, batches
+        self.world, self.work = world, work
         self.net = collectives.on_every_rank(lambda: make_net(work))
         layers = synchronised_layers(self.net.model)
         if layers and world.size > 1:
@@ -170,10 +170,15 @@ class Bench:
                 "benchmark computes without the others; take keras.layers.BatchNormalization"
             )
         with tf.device(world.device):
-            self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
+            in_memory = MicroBatch(*map(tf.identity, next(batches)))
         self.averages = list(make_averages(work.recipe, self.net, ENDLESS).values())
-        self._together = self._step(make_optimizer(work, self.net, LEARNING_RATE), world.size)
-        self._once: dict[str, Callable[[], Any]] = {}
+        together = self._step(make_optimizer(work, self.net, LEARNING_RATE), world.size)
+        alone = self._step(make_optimizer(work, self.net, LEARNING_RATE, Alone()), 1)
+        self.once: dict[str, Callable[[], Any]] = {
+            "fed": lambda: together(next(batches)),
+            "step": lambda: together(in_memory),
+            "compute": lambda: alone(in_memory),
+        }
 
     def time(self, way: str, steps: int) -> float:
         """This rank's mean seconds of a step in a way, all ranks at once; a collective."""
@@ -185,19 +190,9 @@ class Bench:
 
     def repeat(self, way: str, times: int) -> None:
         """Make steps in a way; it returns when the device has finished."""
-        if way not in self._once:
-            self._once[way] = self._way(way)
         for _ in range(times):
-            result = self._once[way]()
+            result = self.once[way]()
         np.asarray(result)  # waits for the device
-
-    def _way(self, way: str) -> Callable[[], Any]:
-        if way == "step":
-            return lambda: self._together(self.in_memory)
-        if way == "fed":
-            return lambda: self._together(next(self.batches))
-        alone = self._step(make_optimizer(self.work, self.net, LEARNING_RATE, Alone()), 1)
-        return lambda: alone(self.in_memory)
 
     def _step(self, optimizer: Any, ranks: int) -> Callable[[MicroBatch], Any]:
         """The step of training: on a rank's batch of `ranks` of them."""

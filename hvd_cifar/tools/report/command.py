@@ -76,9 +76,9 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
     shares = sessions.shares(run.marks)
     return {
         "name": name,
-        "standing": run.standing,
+        "files": run,
         "results": results(run),
-        "facts": facts(run),
+        "hosts": hosts_of(run),
         "settings": settings_of(run),
         "shares": [(i, kind.replace("_", " "), shares[kind]) for i, kind in enumerate(sessions.KINDS)],
         "by_rank": by_rank,
@@ -86,9 +86,7 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "time_axis": charts.time_axis(run, happened, f"Steps over time, run {number}"),
         "happened": happened,
         "classes": classes(run.confusion) if run.confusion else None,
-        "confusion": run.confusion,
         "mistakes": mistakes(run.confusion) if run.confusion else [],
-        "damaged": run.damaged,
     }
 
 
@@ -119,25 +117,11 @@ def results(run: RunFiles) -> dict[str, float | None]:
     }
 
 
-def facts(run: RunFiles) -> dict[str, str]:
-    """The net, data, ranks, device and versions of a run."""
-    ran, config = run.config.run, run.config
-    hosts = Counter(ran.hosts)
-    where = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:MOST_HOSTS])
-    where += f" and {len(hosts) - MOST_HOSTS} more hosts" * (len(hosts) > MOST_HOSTS)
-    return {
-        "Net": f"{config.model}, {config.precision or 'float32'}",
-        "Data": ran.dataset,
-        "Ranks": f"{ran.world_size}: {where}",
-        "Device": f"{ran.device}, {ran.threads} thread{'s' * (ran.threads != 1)} a rank, over {ran.controller}",
-        "Global batch": f"{config.global_batch_size:,}",
-        "Seed": str(config.seed),
-        "Started": sessions.clock(run.marks[0]["time"]) if run.marks else "",
-        "Command": ran.command,
-        "Code": f"hvd_cifar {ran.hvd_cifar}" + (f", commit {ran.git_commit}" if ran.git_commit else ""),
-        "Versions": ", ".join(f"{name} {version}" for name, version in ran.versions.items()),
-        "Folder": str(run.run_dir),
-    }
+def hosts_of(run: RunFiles) -> str:
+    """The hosts of a run, with their ranks."""
+    hosts = Counter(run.config.run.hosts)
+    named = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:MOST_HOSTS])
+    return named + f" and {len(hosts) - MOST_HOSTS} more hosts" * (len(hosts) > MOST_HOSTS)
 
 
 def settings_of(run: RunFiles) -> dict[str, str]:
