@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shlex
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ import click
 import keras
 
 from benchmarks import jobs, nets, setting
-from benchmarks.peers import environment, network, sides
+from benchmarks.peers import network, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
@@ -38,6 +39,9 @@ from hvd_cifar.runtime.environment import prepare_tensorflow
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
 # Share of the cores that other programs may take. With more, sides whose ranks wait for each other lose most.
 DISTURBED = 0.1
+TORCH = "2.13.0"  # what docs/benchmarks.md names; builds differ in what follows a "+"
+REQUIREMENTS = (f"torch=={TORCH}", "numpy>=2,<3")
+ASK = "import json, numpy, torch; print(json.dumps({'torch': torch.__version__, 'numpy': numpy.__version__}))"
 LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps, which take some seconds
 
 
@@ -87,6 +91,30 @@ def chosen_of(options: Any) -> tuple[list[str], str]:
     return chosen, base
 
 
+def python_with_torch(folder: Path) -> Path:
+    """The Python of an environment with this version of PyTorch, never this project's; made if there is none.
+
+    pip's own settings say where packages come from, such as an index of builds without GPU support. UserError where it
+    cannot be made.
+    """
+    if folder.resolve() == Path(sys.prefix).resolve():
+        raise UserError(f"--environment {folder}: it is this project's own; give another folder")
+    python = folder / "bin" / "python"
+    if python.exists() and versions(python).get("torch", "").split("+")[0] == TORCH:
+        return python
+    click.echo(f"making an environment with {', '.join(REQUIREMENTS)} in {folder}", err=True)
+    for words in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", *REQUIREMENTS]):
+        if subprocess.run(words, stdout=sys.stderr).returncode:
+            raise UserError(f"{' '.join(words)} failed: see above; or give another folder: --environment")
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What an environment has, by name; nothing where it lacks PyTorch or NumPy."""
+    found = subprocess.run([str(python), "-c", ASK], capture_output=True, text=True)
+    return dict(json.loads(found.stdout)) if found.returncode == 0 else {}
+
+
 def work_of(options: Any, data_dir: Path, python: Path | None, folder: Path) -> sides.Work:
     """What every side does. `python`: of the peers' environment, where a side needs it."""
     return sides.Work(
@@ -115,7 +143,7 @@ def measure(options: Any) -> None:
     network.check(options.hosts, options.ranks, options.links)
     links = tuple(dict.fromkeys([network.NO_LIMIT, *options.links]))
     chosen, base = chosen_of(options)
-    python = environment.ensure(options.peers.expanduser().absolute()) if sides.DDP in chosen else None
+    python = python_with_torch(options.peers.expanduser().absolute()) if sides.DDP in chosen else None
     with ExitStack() as stack:
         folder = options.keep.absolute() if options.keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = work_of(options, data_dir, python, folder)
@@ -137,7 +165,7 @@ def measure(options: Any) -> None:
         "ranks": options.ranks,
         "hosts": options.hosts,
         "examples a rank and step": work.per_rank,
-        "about": setting.about(**(environment.versions(python) if python else {})),
+        "about": setting.about(**(versions(python) if python else {})),
         "share of the cores that went to others": str(others),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
     }

@@ -20,7 +20,6 @@ from hvd_cifar.tools.export import usable
 from hvd_cifar.tools.predict import as_json, as_text, images_in
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.trained import Trained
-from hvd_cifar.use_settings import ExportSettings
 
 IMAGES = np.zeros((2, 4, 4, 3), np.uint8)
 DATASET = Dataset.from_arrays(IMAGES, np.arange(2), IMAGES, np.arange(2))
@@ -68,10 +67,3 @@ def test_names_of_classes_and_images_do_nothing_to_a_terminal() -> None:
     image, classes = Path("a\x1b[2J.png"), [("cat\x1b]0;owned\x07\nfake: dog 99%", 0.75), ("dog", 0.25)]
     assert as_text(image, classes) == r"a\x1b[2J.png: cat\x1b]0;owned\x07\nfake: dog 99% 75.0%, dog 25.0%"
     assert as_json(image, classes).isprintable()
-
-
-def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 300)
-    assert images_in(long) == [long]  # `predict` says that this image cannot be read
-    with pytest.raises(UserError, match="there is no run"):
-        export.export(make(ExportSettings, {"run_dir": tmp_path, "to": long}))

@@ -20,6 +20,7 @@ from hvd_cifar.training.plan import plan, resolve
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
+NEEDS_TORCH = pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason=f"needs PyTorch; none is in {PEERS}")
 
 
 def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
@@ -117,7 +118,7 @@ numpy.savez(sys.argv[2], count=sum(p.numel() for p in parameters), **found)
 """
 
 
-@pytest.mark.skipif(not (PEERS / "bin" / "python").exists(), reason=f"needs PyTorch; no environment in {PEERS}")
+@NEEDS_TORCH
 @pytest.mark.parametrize(
     "name, side, parameters",
     [("resnet20", 32, 269_722), ("resnet32", 32, 464_154), ("tutorial", 24, 1_068_298)],
@@ -150,7 +151,7 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, tmp_path: P
         np.testing.assert_allclose(found["mean"], means[0].numpy(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
+@NEEDS_TORCH
 @pytest.mark.parametrize("model, batch", [("tutorial", 100), ("tutorial", 128), ("tutorial", 256), ("resnet20", 256)])
 def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
     script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2])); "
@@ -158,7 +159,7 @@ def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
     words = [str(PEERS / "bin/python"), "-c", script, model, str(batch)]
     found = subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120, capture_output=True, text=True).stdout
     recipe = nets.recipe_of(model).for_batch(batch)
-    momentum = recipe.optimizer(1.0).momentum
     pad = augment.PAD if recipe.augmentation == "standard" else 0
-    expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay, pad]
+    rate = recipe.learning_rate * recipe.batch.scale_of(batch)
+    expected = [rate, recipe.optimizer(1.0).momentum, recipe.weight_decay, pad]
     assert [float(word) for word in found.split()] == pytest.approx(expected)
