@@ -88,8 +88,7 @@ def _make_step(work: Work, net: Net, devices: Sequence[str], rate: float, step: 
 def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     """Train; the run directory gets metrics.jsonl, with every tower's loss, and a checkpoint of the model at the end.
 
-    Args:
-        nudge: move one value of the first variable by its last bit before training, to see how far the runs differ.
+    `nudge`: move one value of the first variable by its last bit before training, to see how far the runs differ.
     """
     base = BUILT_IN[settings.model].recipe
     assert base is not None
@@ -118,16 +117,10 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     train_step = _make_step(work, net, devices, schedule(0), step, averages)
     if averages is not None:
         averages.apply([v.value for v in variables])  # outside the graph, since it makes variables
-    parts = [
-        training_batches(
-            dataset.train,
-            transforms,
-            Sampler(len(dataset.train), batch_plan.global_batch_size, settings.seed, Sharding(tower, towers)),
-            first_step=0,
-            last_step=batch_plan.total_steps,
-        )
-        for tower in range(towers)
-    ]
+    order = len(dataset.train), batch_plan.global_batch_size, settings.seed
+    samplers = [Sampler(*order, Sharding(tower, towers)) for tower in range(towers)]
+    steps: dict[str, int] = {"first_step": 0, "last_step": batch_plan.total_steps}
+    parts = [training_batches(dataset.train, transforms, sampler, **steps) for sampler in samplers]
     assert settings.run_dir is not None
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     real = "float64" if settings.precision == "float64" else "float32"

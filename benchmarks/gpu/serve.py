@@ -24,20 +24,20 @@ LOCK = "HVD_CIFAR_DEVICE_LOCK"
 SILENCE = "no answer"
 
 
+Repeat = Callable[[int], None]  # makes a number of steps; returns when the device has finished
+
+
 def serve(
-    make: Callable[[str], Callable[[int], None]],
-    reset: Callable[[], int] = lambda: 0,
-    peak: Callable[[], int] = lambda: 0,
+    make: Callable[[str], Repeat], reset: Callable[[], int] = lambda: 0, peak: Callable[[], int] = lambda: 0
 ) -> None:
     """Answer until the input ends.
 
     Args:
-        make: what repeats a named form a number of times, and returns when the device has finished. What takes long
-            and needs no quiet device is done when it returns.
+        make: what repeats a named form. What takes long and needs no quiet device is done when it returns.
         reset: begins to count the device's memory; the bytes in use.
         peak: the most bytes in use since then.
     """
-    forms: dict[str, Callable[[int], None]] = {}
+    forms: dict[str, Repeat] = {}
     for line in sys.stdin:
         steps, name = line.rstrip("\n").split(" ", 1)
         answer: dict[str, Any] = {"name": name}
@@ -77,11 +77,9 @@ class Side:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
+        place: dict[str, Any] = {"cwd": self._cwd, "env": dict(self._environment), "text": True}
         with self._log.open("a") as log:
-            pipe = subprocess.PIPE
-            return subprocess.Popen(
-                self._words, stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=self._cwd, env=dict(self._environment)
-            )
+            return subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, **place)
 
     def ask(self, name: str, steps: int, seconds: float) -> dict[str, Any]:
         """Measure a step. After a time-out, or where the process has ended, the next question starts it anew.

@@ -38,10 +38,6 @@ class Found:
     errors: dict[str, str] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
 
-    def count(self, form: str) -> int:
-        """The turns of a form."""
-        return sum(form in each for each in self.rounds)
-
     def seconds(self, form: str) -> list[float]:
         """Of a form's steps, by turn."""
         return [each[form] for each in self.rounds if form in each]
@@ -75,7 +71,7 @@ class Case:
         """The forms that have not had all their turns."""
         every = [PRODUCT, *self.forms, *(self.of_torch if has_torch else ())]
         failed = {form for form, error in found.errors.items() if not error.startswith(SILENCE)}
-        return [form for form in every if form not in failed and found.count(form) < ROUNDS]
+        return [form for form in every if form not in failed and len(found.seconds(form)) < ROUNDS]
 
     def table(self, found: Found) -> str:
         """In Markdown."""
@@ -149,16 +145,14 @@ def measure(cases: Sequence[Case], folder: Path, torch: Path | None, seconds: fl
             if not (missing := case.missing(found, torch is not None)):
                 continue
             words = ["--model", case.model, "--precision", case.precision, "--batch-size", str(case.examples)]
-
-            def side(python: Path | str, module: str, words: list[str] = words, name: str = case.name) -> Side:
-                command = [str(python), "-m", f"benchmarks.gpu.{module}", *words]
-                return stack.enter_context(Side(command, folder / f"{name}-{module}.log", jobs.CHECKOUT, environment))
-
-            ours = side(sys.executable, "tensorflow_side")
-            sides = {form: ours for form in (PRODUCT, *case.forms) if form in (PRODUCT, *missing)}
-            if torch:
-                theirs = side(torch, "torch_side")
-                sides |= {form: theirs for form in case.of_torch if form in missing}
+            programs: list[tuple[Any, str, Sequence[str]]] = [(sys.executable, "tensorflow_side", case.forms)]
+            programs += [(torch, "torch_side", case.of_torch)] if torch else []
+            sides = {}
+            for python, module, forms in programs:
+                command, log = [str(python), "-m", f"benchmarks.gpu.{module}", *words], f"{case.name}-{module}.log"
+                of = stack.enter_context(Side(command, folder / log, jobs.CHECKOUT, environment))
+                own = [] if sides else [PRODUCT]
+                sides |= {form: of for form in (*own, *forms) if form in (*own, *missing)}
             running.append(_Running(case, found, sides, SHARE_OF_FORM * seconds))
         built = now + SHARE_TO_BUILD * seconds
         jobs_of = [pool.submit(one.build, of, built) for one in running for of in dict.fromkeys(one.sides.values())]

@@ -70,16 +70,9 @@ FORMS = {
 
 
 class Step:
-    """A form of the step for a net. Calls belong in the block of `settings`.
+    """A form of the step for a net, which it trains. Calls belong in the block of `settings`.
 
-    Args:
-        net: it is trained; under `flat_update` and `one_buffer` its weights begin as the net's.
-        recipe: of the net, for the global batch.
-        switches: the form.
-        rate: learning rate.
-        shards: micro-batches of all ranks in a step, whose moving statistics are averaged; None: one for each rank.
-        reduction: of the gradients.
-        total_steps: of the run, for look-ahead.
+    `shards`: micro-batches of all ranks in a step, whose moving statistics are averaged; None: one for each rank.
     """
 
     def __init__(
@@ -124,12 +117,10 @@ class Step:
         self._call = _graph(self._steps if switches.steps > 1 else self._one)
 
     def __call__(self, batches: Sequence[Sequence[Any]], count: Any) -> Any:
-        """Make a step, or `steps`, and return the last one's loss, which may still be on the device.
+        """Make a step, or `steps`, of global batches of `count`; the last one's loss, which may still be on the device.
 
-        Args:
-            batches: (image, label, weight) of each of this rank's micro-batches. With `steps` above 1, each of them has
-                a first dimension of as many, as `staged` makes it.
-            count: examples of a global batch.
+        `batches`: (image, label, weight) of each of this rank's micro-batches; with `steps` above 1, as `staged` makes
+        them.
         """
         return self._call(*self._arguments(batches, count))
 

@@ -55,9 +55,7 @@ def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> st
     A share is relative to the side's own rate without a limit. A ratio is relative to the rate of one of `bases`, on
     the same link and, for slower links, without a limit. Both compare rates of the same repeat.
 
-    Args:
-        rates: by the side's name and by the link, images/s in each repeat, all of one length. The first link has no
-            limit.
+    `rates`: by the side's name and by the link, images/s in each repeat. The first link has no limit.
     """
     first, *slower = next(iter(rates.values()))
     suffixes = {first: "", **{link: f" at {link}" for link in slower}}

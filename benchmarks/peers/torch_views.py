@@ -49,11 +49,9 @@ def decaying(net: Any, decayed: Sequence[Any], weight_decay: float) -> list[dict
 
 
 class Windows:
-    """Every window of padded images, as a view: a batch of random crops is one indexing.
+    """Every window of padded images uint8 [n, 32, 32, 3], as a view: a batch of random crops is one indexing.
 
     Args:
-        images: uint8 [n, 32, 32, 3].
-        pad: pixels on each side.
         mode: of the padding: "reflect", or "mean" for the colour `mean`.
         mean, deviation: of the channels, on the scale 0 to 255.
         window: side of a window, in pixels; by default that of an image.

@@ -83,12 +83,16 @@ def test_what_did_not_fit_is_measured_by_the_next_call(tmp_path: Path, monkeypat
     steps.measure([case], tmp_path, None, 2.0)  # "slow" is built longer than there is time for builds
     first = case.read(tmp_path)
     assert asked.count("broken") == 0
-    assert "late" in case.missing(first, has_torch=False) and first.count("slow") == ROUNDS
+    assert "late" in case.missing(first, has_torch=False) and len(first.seconds("slow")) == ROUNDS
     asked.clear()
     steps.measure([case], tmp_path, None, 60)
     found = case.read(tmp_path)
     assert case.missing(found, has_torch=False) == [] and "slow" not in asked
-    assert (found.count(PRODUCT), found.count("late"), found.errors) == (2 * ROUNDS, ROUNDS, {"broken": "x"})
+    assert (len(found.seconds(PRODUCT)), len(found.seconds("late")), found.errors) == (
+        2 * ROUNDS,
+        ROUNDS,
+        {"broken": "x"},
+    )
     assert "| late | 100" in case.table(found) and "| broken | x |" in case.table(found)
 
 

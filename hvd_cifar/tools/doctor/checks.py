@@ -45,9 +45,9 @@ def findings(subject: Subject, checks: Mapping[str, Check], hosts_option: str = 
     """
     found, option = [], hosts_option or "--hostfile FILE"
     for name, check in checks.items():
-        for i, one in enumerate(check(subject)):
-            if one.level != "ok" or i == 0:  # what is fine comes last
-                found.append(one._replace(check=name, remedy=one.remedy.replace("--hostfile FILE", option)))
+        every = list(check(subject)) or [_ok()]
+        told = [one for one in every if one.level != "ok"] or every
+        found += [one._replace(check=name, remedy=one.remedy.replace("--hostfile FILE", option)) for one in told]
     return found
 
 
@@ -55,8 +55,6 @@ def ssh(subject: Subject) -> Iterator[Finding]:
     """Every host answers, and has an environment like this one."""
     for host, (what, remedy) in subject.silent.items():
         yield Finding("failure", host, what, remedy)
-    others = [host.name for host in subject.hosts if host.name != subject.here]
-    yield _ok(f"{_listed(others)} answered" if others else "not needed: only this machine takes part")
 
 
 def network(subject: Subject) -> Iterator[Finding]:
@@ -70,8 +68,8 @@ def network(subject: Subject) -> Iterator[Finding]:
                 slow = f"its card {card.name} runs at {_speed(card.speed * MBIT)}, others at {_speed(fastest * MBIT)}"
                 yield Finding("warning", host, slow, f"ethtool {card.name}: try another cable, or port of the switch")
         yield _ok(f"ranks will use {subject.network.subnet} ({', '.join(subject.network.card_names)})")
-    elif not subject.silent:
-        yield _ok("not needed: one host")
+    elif subject.silent:
+        yield Finding("warning", "", "not tested", "correct ssh first")
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
@@ -108,36 +106,30 @@ def gpus(subject: Subject) -> Iterator[Finding]:
             text = "there is no GPU" + (", unlike on other hosts" if some_compute else ": the CPU computes")
             remedy = f"see nvidia-smi -L and CUDA_VISIBLE_DEVICES there; for the CPU: {SET_UP} --cpu"
             yield Finding("failure" if some_compute else "warning", host.name, text, remedy)
-    count = sum(len(facts.gpus) for _, facts in subject.known)
-    yield _ok(counted(count, "GPU") if count else "none: the CPU computes")
+    yield _ok("" if some_compute else "none: the CPU computes")
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
     """A host's ranks can exchange messages: /dev/shm has room."""
-    known = [(host, facts) for host, facts in subject.known if host.slots > 1]  # one rank alone shares no memory
-    for host, facts in known:
+    for host, facts in subject.known:
         on_gpus = facts.computes_on_gpus
         need = host.slots * (SHM_OF_A_GPU if on_gpus else SHM_OF_A_RANK)
-        if facts.shm < need:
+        if facts.shm < need and host.slots > 1:  # one rank alone shares no memory
             text = f"{_size(facts.shm)} free in /dev/shm, but {host.slots} ranks need {_size(need)}: "
             text += "NCCL would fail" if on_gpus else "MPI would use TCP, which is slower"
             remedy = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
             yield Finding("failure" if on_gpus else "warning", host.name, text, remedy)
-    least = min((facts.shm for _, facts in known), default=0)
-    yield _ok(f"at least {_size(least)} free in /dev/shm" if known else "not needed: one rank a host")
 
 
 def memory(subject: Subject) -> Iterator[Finding]:
     """Each rank has enough memory."""
-    each = {host: facts.memory / host.slots for host, facts in subject.known}
-    for host, free in each.items():
+    for host, facts in subject.known:
+        free = facts.memory / host.slots
         if free < GOOD_MEMORY:
             text = f"{_size(free)} free for each of {counted(host.slots, 'rank')}; a rank needs about "
             remedy = "end other programs there, or give it fewer slots"
             text += _size(LEAST_MEMORY)
             yield Finding("failure" if free < LEAST_MEMORY else "warning", host.name, text, remedy)
-    if each:
-        yield _ok(f"at least {_size(min(each.values()))} free for each rank")
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
@@ -146,7 +138,6 @@ def disk(subject: Subject) -> Iterator[Finding]:
         if facts.temporary_error:
             text = f"nothing can be written to {facts.temporary}: {facts.temporary_error}"
             yield Finding("failure", host.name, text, f"df {facts.temporary}: free space there, or set TMPDIR")
-    yield _ok("temporary files can be written")
 
 
 def job(subject: Subject) -> Iterator[Finding]:
@@ -178,6 +169,7 @@ def links(subject: Subject) -> Iterator[Finding]:
     """No host, and no link between neighbours in the ring of hosts, is much slower than the others."""
     rates, names = subject.job.links if subject.job else (), [host.name for host in subject.hosts]
     if len(rates) != len(names):  # too few hosts, or two names of one
+        yield _ok("not measured")
         return
     # Of each host the faster link: in a ring of three one slow host slows two links, but no other host's faster one.
     usual = statistics.median_low(max(rates[i - 1], rate) for i, rate in enumerate(rates))
@@ -210,7 +202,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _ok(text: str) -> Finding:
+def _ok(text: str = "") -> Finding:
     return Finding("ok", "", text)
 
 

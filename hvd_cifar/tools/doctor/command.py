@@ -116,7 +116,7 @@ def as_text(found: Sequence[Finding]) -> str:
     lines = []
     for one in found:
         start = f"{one.check:<13}  {WORDS[one.level]:<4}  {one.host:<{width}}  "
-        lines.append(start + one.text)
+        lines.append((start + one.text).rstrip())
         lines += [f"{'':<{len(start)}}-> {one.remedy}"] if one.remedy else []
     return "\n".join([*lines, "", summary(found)])
 
