@@ -25,13 +25,9 @@ SHOWN = 3  # classes of each image
 
 
 def predict(settings: PredictSettings) -> int:
-    """Print a line for each image, with the most probable classes.
+    """Print a line for each image, with the most probable classes; of one that cannot be read, why.
 
-    Returns:
-        How many images could not be read; a line on standard error says why for each.
-
-    Raises:
-        UserError: where there is no such run or checkpoint, or a folder has no images.
+    Returns the number of these. Raises UserError where there is no such run or checkpoint, or a folder has no images.
     """
     files = [file for place in settings.images for file in images_in(place)]
     trained = load(settings)
@@ -49,42 +45,34 @@ def predict(settings: PredictSettings) -> int:
             except UserError as failure:
                 terminal.complain(f"hvd_cifar: {printable(str(failure))}")
                 unread += 1
-        if images:
-            rows = probabilities(trained, np.stack([image for _, image in images]))
-            for (file, _), row in zip(images, rows, strict=True):
-                classes = [(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")]
-                terminal.say(as_json(file, classes) if settings.as_json else as_text(file, classes))
+        rows = probabilities(trained, np.stack([image for _, image in images])) if images else ()
+        for (file, _), row in zip(images, rows, strict=True):
+            classes = [(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")]
+            terminal.say(as_json(file, classes) if settings.as_json else as_text(file, classes))
     return unread
 
 
 def images_in(place: Path) -> list[Path]:
-    """A file itself; for a folder, the images of all formats below it (`images_below`), in the order of their paths.
-
-    Raises:
-        UserError: where a folder has none, or cannot be read.
-    """
+    """A file itself, or the images below a folder, by path. UserError where it has none, or cannot be read."""
     if not os.path.isdir(place):  # Path.is_dir may raise
         return [place]
     try:
-        found = sorted(images_below(place))
+        if found := sorted(images_below(place)):
+            return found
     except OSError as failure:
         raise UserError(f"{failure.filename}: {failure.strerror}; give images that can be read") from None
-    if not found:
-        raise UserError(f"{place}: the folder has no images; give image files, or a folder of them")
-    return found
+    raise UserError(f"{place}: the folder has no images; give image files, or a folder of them")
 
 
 def probabilities(trained: Trained, images: NDArray[np.uint8]) -> NDArray[np.floating[Any]]:
     """The probabilities [b, classes] of images uint8 [b, height, width, channels] of the data set's size."""
     seen = keras.ops.convert_to_tensor(trained.transforms.test(images))
     logits = logits_of(trained.model, seen, trained.six_views)
-    found: NDArray[np.floating[Any]] = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
-    return found
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.softmax(logits)))
 
 
 def _fitting(image: NDArray[np.uint8], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    fitted: NDArray[np.uint8] = keras.ops.convert_to_numpy(augment.fit(image[np.newaxis], shape))[0].astype(np.uint8)
-    return fitted
+    return np.asarray(keras.ops.convert_to_numpy(augment.fit(image[np.newaxis], shape))[0], np.uint8)
 
 
 def as_text(image: Path, classes: Sequence[tuple[str, float]]) -> str:
