@@ -119,8 +119,8 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         averages.apply([v.value for v in variables])  # outside the graph, since it makes variables
     order = len(dataset.train), batch_plan.global_batch_size, settings.seed
     samplers = [Sampler(*order, Sharding(tower, towers)) for tower in range(towers)]
-    steps: dict[str, int] = {"first_step": 0, "last_step": batch_plan.total_steps}
-    parts = [training_batches(dataset.train, transforms, sampler, **steps) for sampler in samplers]
+    last = batch_plan.total_steps
+    parts = [training_batches(dataset.train, transforms, s, first_step=0, last_step=last) for s in samplers]
     assert settings.run_dir is not None
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     real = "float64" if settings.precision == "float64" else "float32"

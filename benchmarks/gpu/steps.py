@@ -147,7 +147,7 @@ def measure(cases: Sequence[Case], folder: Path, torch: Path | None, seconds: fl
             words = ["--model", case.model, "--precision", case.precision, "--batch-size", str(case.examples)]
             programs: list[tuple[Any, str, Sequence[str]]] = [(sys.executable, "tensorflow_side", case.forms)]
             programs += [(torch, "torch_side", case.of_torch)] if torch else []
-            sides = {}
+            sides: dict[str, Side] = {}
             for python, module, forms in programs:
                 command, log = [str(python), "-m", f"benchmarks.gpu.{module}", *words], f"{case.name}-{module}.log"
                 of = stack.enter_context(Side(command, folder / log, jobs.CHECKOUT, environment))

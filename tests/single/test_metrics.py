@@ -114,7 +114,11 @@ def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path: Path) -> No
 
 def test_histograms_are_of_finite_values(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(size=(50, 7)).astype(np.float32)
-    given = {"usual": values, "broken": np.append(values, np.float32([np.nan, np.inf])), "none": np.array([np.nan])}
+    given = {
+        "usual": values,
+        "broken": np.append(values, np.array([np.nan, np.inf], np.float32)),
+        "none": np.array([np.nan]),
+    }
     path = board.begin(tmp_path / "board", 0)
     path.write_bytes(path.read_bytes() + board.encode(3, [board.histograms(given)]))
     accumulator = EventAccumulator(str(path)).Reload()
