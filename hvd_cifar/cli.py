@@ -17,6 +17,7 @@ import click
 from hvd_cifar import __version__, config, use_settings
 from hvd_cifar.errors import TrainingError, UserError, cause_of
 from hvd_cifar.fields import Settings
+from hvd_cifar.files import complain
 from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
@@ -91,13 +92,13 @@ def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
     """
     rank, line = launched_rank(), " ".join(message.split())
     if not rank:
-        terminal.complain(f"hvd_cifar: {line}")
+        complain(line)
         return code
     time.sleep(GRACE_SECONDS)
     if of_one_rank:
         if launched_local_rank():  # all ranks of this host may have it: the first one's exit ends the others
             time.sleep(GRACE_SECONDS)
-        terminal.complain(f"hvd_cifar: rank {rank}: {line}")
+        complain(f"rank {rank}: {line}")
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code)  # Horovod's end in this process would end rank 0 first, and the job with rank 0's exit code

@@ -1,4 +1,4 @@
-"""Atomic writes of files, JSON that may be malformed, streams without a reader. Standard library only."""
+"""Atomic writes of files, JSON that may be malformed, messages, streams without a reader. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import secrets
+import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -107,6 +108,30 @@ def append(path: Path, content: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of `data` to an open file, or ignore that it cannot be written."""
+    # A closed pipe (`| head`), a closed terminal or a full disk must not end the job, nor the launcher's reading of the
+    # ranks' output: with a full pipe ranks would block.
+    with suppress(OSError):
+        while data:
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:  # another program has made it non-blocking
+                select.select([], [descriptor], [])
+
+
+def complain(message: str) -> None:
+    """Print a message of this program to stderr, past Python's buffer, whose lock another thread may hold.
+
+    It is one write, so that lines of several ranks do not mix. Names that are not UTF-8 are printed as they are.
+    """
+    try:
+        text = message.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        text = message.encode(errors="backslashreplace")
+    write(2, b"hvd_cifar: " + text + b"\n")
 
 
 class LastingStream:

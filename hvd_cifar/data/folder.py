@@ -71,7 +71,7 @@ class Folder:
         with searched(self.path):
             listing = list_images(self.path)
             for note in listing.notes:
-                onlooker.is_warned(f"hvd_cifar: note: --dataset {self.name}: {note}")
+                onlooker.is_warned(f"note: --dataset {self.name}: {note}")
             name = listing.fingerprint() + (f"-{self.image_size[0]}x{self.image_size[1]}" if self.image_size else "")
             place = self.path / CACHE / name
             if not _is_whole(place):  # else others may have made it, where this user may not write
@@ -84,7 +84,7 @@ class Folder:
         self._check(unusable)
         if unusable:
             said = f"{len(unusable)} left out since they cannot be read: {_named(unusable)}"
-            onlooker.is_warned(f"hvd_cifar: note: --dataset {self.name}: {said}")
+            onlooker.is_warned(f"note: --dataset {self.name}: {said}")
         return place
 
     def _home(self, data_dir: Path) -> Path:

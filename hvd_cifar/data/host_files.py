@@ -56,7 +56,7 @@ class Progress:
         if now - self._line > SECONDS_BETWEEN_LINES and self.done:
             self._line, rate = now, self.done / (now - self._begin)
             self.onlooker.is_shown(
-                f"hvd_cifar: {self.title}: {self.done:,} of {self.total:,} {self.unit}, {rate:,.0f} a second, "
+                f"{self.title}: {self.done:,} of {self.total:,} {self.unit}, {rate:,.0f} a second, "
                 f"{max(0, self.total - self.done) / rate:,.0f} s left"
             )
 
@@ -86,7 +86,7 @@ def locked(folder: Path, onlooker: Onlooker = NOBODY) -> Iterator[None]:
                 lock.acquire(timeout=SECONDS_BETWEEN_LINES)
             except Timeout:
                 onlooker.is_told()
-                onlooker.is_shown(f"hvd_cifar: waiting for another process, which makes files in {folder}")
+                onlooker.is_shown(f"waiting for another process, which makes files in {folder}")
         try:
             yield
         finally:

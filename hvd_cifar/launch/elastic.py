@@ -1,7 +1,7 @@
 """An elastic job: its ranks start again without lost ranks and hosts, and with added ones (`--elastic MIN:MAX`).
 
-Each host keeps the state of the newest step in shared memory (`training.state_copy`), which outlives the ranks. A new
-start therefore loses the step in progress and at most one complete step.
+Each host keeps the state of the newest step in shared memory (`extensions.elastic_copies`), which outlives the ranks. A
+new start therefore loses the step in progress and at most one complete step.
 """
 
 from __future__ import annotations
@@ -9,120 +9,160 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
-from hvd_cifar.launch.cluster import ssh
-from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
+from hvd_cifar.files import complain
+from hvd_cifar.launch.cluster import slurm, ssh
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, read_hostfile
 from hvd_cifar.launch.cluster.network import Unreachable
-from hvd_cifar.launch.cluster.remarks import Lost, lost_in
-from hvd_cifar.launch.job import Job, complain
-from hvd_cifar.launch.restarts import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless, last_step
-from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
+from hvd_cifar.launch.command import Request, first_slots, make_starter, slots_of
+from hvd_cifar.launch.job import Heir, Job
+from hvd_cifar.launch.jobs import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless
+from hvd_cifar.launch.output import Lost
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
 from hvd_cifar.runtime.shared_memory import LABEL_BYTES, NONE, folder_of, newest_of, newest_version
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
+SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where no rank of this host copies the state
 ANSWER_SECONDS = 20.0  # for a host
-
-Discover = Callable[[], tuple[Host, ...]]
+ALL_SLOTS = 1 << 30
 
 
 @dataclass
+class Roster:
+    """Lost slots and hosts, and when they may be used again.
+
+    first, longest: seconds for which a slot or host rests after a loss on its host; each further loss doubles them.
+    """
+
+    first: float
+    longest: float
+    _losses: Counter[str] = field(default_factory=Counter)
+    _resting: list[tuple[float, str, int]] = field(default_factory=list)  # end of rest, host, slots
+
+    def lose(self, host: str, whole: bool) -> float:
+        """Record the loss of a whole host, or of one rank on it. Return the seconds for which it rests."""
+        seconds = min(self.longest, self.first * 2.0 ** self._losses[host])
+        self._losses[host] += 1
+        self._resting.append((time.monotonic() + seconds, host, ALL_SLOTS if whole else 1))
+        return seconds
+
+    def usable(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
+        """The hosts and slots that do not rest."""
+        away = Counter[str]()
+        for end, host, slots in self._resting:
+            away[host] += slots * (end > time.monotonic())
+        return tuple(Host(one.name, left) for one in hosts if (left := one.slots - away[one.name]) > 0)
+
+
 class ElasticRun:
     """An elastic job from its first start to its end.
 
-    sizes: the numbers of ranks that it may have.
-    discover: lists the current hosts.
-    start: runs the command on hosts, with additional variables, and returns its exit code; raises Unreachable.
-    job: runs what `start` starts.
-    ranks: -np; the first start waits for this number of slots, and takes more if they are there. None: it waits for
-        the least number of ranks, and the ranks that it has take the place of -np: times --batch-size they are the
-        global batch.
-    seconds_to_wait: for enough slots.
-    cool_down: first and longest rest, for `Roster`.
-    batch_size: --batch-size, which limits the ranks to the examples of a micro-batch.
-    words: the command line that runs a command on a host; see `Way.words`.
+    The first start waits for -np slots, and takes more if they are there. Without -np it waits for the least number of
+    ranks, and the ranks that it has take the place of -np: times --batch-size they are the global batch.
     """
 
-    sizes: Sizes
-    discover: Discover
-    start: Callable[[tuple[Host, ...], dict[str, str]], int]
-    job: Job
-    run_dir: Path
-    ranks: int | None = None
-    seconds_to_wait: float = 600
-    cool_down: tuple[float, float] = (10, 300)
-    batch_size: int | None = None
-    words: Callable[[str, Sequence[str]], list[str]] = ssh.words
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def __post_init__(self) -> None:
-        self.roster = Roster(*self.cool_down)
+    def __init__(self, request: Request, settings: config.TrainSettings) -> None:
+        """Raises UserError where the job cannot start."""
+        given = request.settings
+        assert given.elastic
+        self.request, self.settings, self.ranks = request, settings, request.ranks
+        self.least, self.most = given.elastic
+        self.seconds_to_wait = given.elastic_timeout or 600
+        self.roster = Roster(*(given.cool_down or (10, 300)))
+        self.way = slurm if request.in_slurm else ssh
+        self.folder = folder_of(secrets.token_hex(8))  # of the copies of the state, on each host
         self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
         self.doubted: set[str] = set()  # hosts that were lost or silent, and have not answered since
         self.has_started = False
         self.complaint = ""  # the last printed error of discovery
-        # Removes this host's copies of the state when its stdin closes: on clean-up, or at any end of this process.
-        self.cleaner = subprocess.Popen(
-            ["sh", "-c", "trap '' HUP INT TERM USR1; read -r _; exec rm -rf \"$1\"", "sh", str(folder_of(self.name))],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        if given.hostfile and not given.hostfile.is_file():
+            raise UserError(f"--hostfile {given.hostfile}: --elastic reads it again and again: give a file")
+        self.check(self.ranks or max(self.fitting(self.most), self.least))
+        slots, needed = slots_of(self.discover()), self.ranks or self.least
+        if not given.hostfile and slots < needed:
+            raise UserError(
+                f"--elastic {self.least}:{self.most}: {needed} ranks are needed, and the hosts have {slots} slots; "
+                "give more, or hosts that may change (--hostfile)"
+            )
+        self.first = replace(request, ranks=max(self.ranks or 0, self.fitting(slots)))  # it awaits -np
+        self.job = Job(can_stop=True)
+
+    def discover(self) -> tuple[Host, ...]:
+        """The current hosts. Raises UserError."""
+        file = self.request.settings.hostfile
+        return read_hostfile(file) if file else self.request.hosts or (Host("localhost", self.most),)
+
+    def check(self, ranks: int) -> None:
+        """Raise UserError where the command cannot train on a number of ranks."""
+        batch = (self.settings.batch_size or 0) * self.settings.gradient_accumulation * (self.ranks or 0)
+        whole = {"global_batch_size": self.settings.global_batch_size or batch or None}
+        config.check_ranks(self.settings.model_copy(update=whole), ranks)
+
+    def start(self, hosts: tuple[Host, ...]) -> int:
+        """Run the command on hosts, and return its exit code. Raises Unreachable and UserError."""
+        named = hosts if self.request.hosts else ()  # (): this machine, which messages do not name
+        words = self.request.command + (self.request.of_restarts if self.has_started else ())
+        variables = {ELASTIC: json.dumps(ElasticJob(self.folder.name, self.ranks or 0))}
+        now = replace(self.request, command=words, ranks=slots_of(hosts), hosts=named, variables=variables)
+        return self.job.run(make_starter(now))
 
     def run(self) -> int:
-        """Start ranks until the job ends, and return its exit code."""
-        least = self.ranks or self.sizes.least
+        """Start ranks until the job ends, and return its exit code. Raises UserError where it cannot start."""
+        heir, remove = Heir(), ["rm", "-rf", str(self.folder)]
+        heir.inherit(shlex.join(remove))
+        try:
+            return self._run()
+        finally:
+            self._ask(self.used, remove)
+            heir.release(runs=True)
+
+    def _run(self) -> int:
+        least = self.ranks or self.least
         without_a_step, step = 0, NONE
         while True:
             hosts = self._hosts(least)
             if hosts is None:
                 return RESUME
-            least = self.sizes.least
+            least = self.least
             code, lost = self._run_on(hosts)
             if self.job.asked or code in FINAL and code != RESUME or is_hopeless(self.job.tail):
                 return code
             gone = {one.host for one in lost if one.rank is None}
-            now = self._newest_copy([host.name for host in hosts if host.name not in gone], above=step)
+            if (now := self._newest_copy()) <= step:
+                now = self._newest_copy([host.name for host in hosts if host.name not in gone])
             # `now` may be less: a lost host had a newer copy.
             without_a_step, step = 0 if now > step else without_a_step + 1, now
-            if code == RESUME and self.job.stops:  # stopped by `_watch` to add or remove ranks: no failure
+            is_resized = code == RESUME and self.job.stops  # stopped by `_watch` to add or remove ranks: no failure
+            if is_resized:
                 without_a_step = 0
             if without_a_step == STARTS_WITHOUT_A_STEP:
                 complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
                 return code
             for one in lost:
                 self._lose(one, code)
-            if not lost and not (code == RESUME and self.job.stops):
+            if not lost and not is_resized:
                 complain(f"elastic: exit code {code}; all start again")
-
-    def clean_up(self) -> None:
-        """Remove the copies of the state from this host, and from others that can be reached."""
-        assert self.cleaner.stdin
-        self.cleaner.stdin.close()
-        self._ask(self.used, ["rm", "-rf", str(folder_of(self.name))])
-        self.cleaner.wait()
 
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
         self.ranks = self.ranks or slots_of(hosts)
-        if self.batch_size:  # more ranks than examples in a micro-batch cannot start
-            most = min(self.sizes.most, self.batch_size * self.ranks)
-            self.sizes = replace(self.sizes, most=max(self.sizes.least, most))
         self.used |= {host.name for host in hosts}
         ended = threading.Event()
         watch = threading.Thread(target=self._watch, args=[hosts, ended], daemon=True)
         watch.start()
         try:
-            code = self.start(hosts, {ELASTIC: json.dumps(ElasticJob(self.name, self.ranks))})
+            code = self.start(hosts)
             self.has_started = True
         except Unreachable as failure:
             complain(str(failure))
@@ -136,14 +176,12 @@ class ElasticRun:
             ended.set()
             watch.join(ANSWER_SECONDS)  # the thread hangs if the hostfile's disk does not answer
         of_ranks = hosts_of_ranks(hosts, slots_of(hosts))
-        found = lost_in(self.job.tail)
-        named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]
-        return code, named
+        return code, [one if one.rank is None else Lost(of_ranks[one.rank], one.rank) for one in self.job.lost]
 
     def _lose(self, lost: Lost, code: int) -> None:
         if lost.host not in {host.name for host in self.found or ()}:
             return
-        seconds = self.roster.lose(lost.host, whole=lost.rank is None, now=time.monotonic())
+        seconds = self.roster.lose(lost.host, whole=lost.rank is None)
         if lost.rank is None:
             self.doubted.add(lost.host)
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
@@ -155,29 +193,31 @@ class ElasticRun:
         """The hosts to start on, once they have slots for `least` ranks; None: the time is up, or a signal came."""
         end, told = time.monotonic() + self.seconds_to_wait, False
         while True:
-            usable = self._look()
-            hosts = self._allowed(usable)
-            # The rest of a lost host may be over, and the host still away. Starts on it would count as failures. It is
-            # asked again and again, so that a job that needs it goes on as soon as it is back.
-            while silent := self._silent(self.doubted & {host.name for host in hosts}):
-                usable = tuple(host for host in usable if host.name not in silent)
-                hosts = self._allowed(usable)
-            if slots_of(hosts) >= least:
-                return hosts
-            if not told:
-                told = True
-                complain(
-                    f"elastic: {slots_of(hosts)} ranks are there, and {least} needed; "
-                    f"waiting up to {self.seconds_to_wait:g} s"
-                )
+            hosts = self._allowed(self._look())
+            there = slots_of(hosts)
+            # The rest of a lost host may be over, and the host still away. A start on it would count as a failure.
+            if not self._rest_silent(self.doubted & {host.name for host in hosts}):
+                if there >= least:
+                    return hosts
+                if not told:
+                    told, until = True, f"waiting up to {self.seconds_to_wait:g} s"
+                    complain(f"elastic: {there} ranks are there, and {least} needed; {until}")
             if time.monotonic() > end:
                 complain(f"elastic: no {least} ranks within {self.seconds_to_wait:g} s (exit code {RESUME})")
                 return None
             if not self.job.wait(SECONDS_BETWEEN_LOOKS):
                 return None
 
+    def fitting(self, slots: int) -> int:
+        """The largest number of ranks up to `slots` that can train; 0: there is none."""
+        for ranks in range(min(slots, self.most), 0, -1):
+            with contextlib.suppress(UserError):
+                self.check(ranks)
+                return ranks
+        return 0
+
     def _allowed(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
-        return first_slots(hosts, self.sizes.fitting(slots_of(hosts)))
+        return first_slots(hosts, self.fitting(slots_of(hosts)))
 
     def _look(self) -> tuple[Host, ...]:
         """The usable hosts. If discovery fails, the usable ones of those found last."""
@@ -189,11 +229,11 @@ class ElasticRun:
             if str(failure) != self.complaint:  # once, not every second
                 self.complaint = str(failure)
                 complain(f"elastic: {failure}; the hosts known so far stay")
-        return self.roster.usable(self.found, time.monotonic())
+        return self.roster.usable(self.found)
 
     def _watch(self, hosts: tuple[Host, ...], ended: threading.Event) -> None:
         """Ask the ranks to stop, so that the job starts again, when slots are added or withdrawn."""
-        began, first_step, seen = 0.0, self._step(), 0
+        began, first_step, seen = 0.0, self._newest_copy(), 0
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             if not self.job.runs:  # the hosts are asked first; there is nobody to stop
                 continue
@@ -203,65 +243,43 @@ class ElasticRun:
             withdrawn = [host.name for host in hosts if host.slots > there.get(host.name, 0)]
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
-            has_begun = self._step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
-            if seen > 1 and has_begun:  # seen twice, since new hosts rarely appear all at once
-                if more and self._lose_silent({host.name for host in better} - {host.name for host in hosts}):
-                    seen = 0
-                    continue
-                why = f"{', '.join(withdrawn)} is withdrawn" if withdrawn else "more slots are there"
-                self.job.ask(f"elastic: {why}: {slots_of(better)} ranks go on instead of {slots_of(hosts)}")
-                return
+            has_begun = self._newest_copy() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
+            if seen < 2 or not has_begun:  # twice, since new hosts rarely appear all at once
+                continue
+            if more and self._rest_silent({host.name for host in better} - {host.name for host in hosts}):
+                seen = 0
+                continue
+            why = f"{', '.join(withdrawn)} is withdrawn" if withdrawn else "more slots are there"
+            self.job.ask(f"elastic: {why}: {slots_of(better)} ranks go on instead of {slots_of(hosts)}")
+            return
 
-    def _lose_silent(self, newcomers: set[str]) -> bool:
-        """Let new hosts that do not answer rest, so that ranks do not stop for them. Return whether there are any."""
-        silent = self._silent(newcomers)
-        for host in sorted(silent):
-            seconds = self.roster.lose(host, whole=True, now=time.monotonic())
-            complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
-        return bool(silent)
-
-    def _silent(self, names: set[str]) -> set[str]:
-        """Those of these hosts that do not answer."""
+    def _rest_silent(self, names: set[str]) -> bool:
+        """Let those of these hosts rest that do not answer. Return whether there are any."""
         silent = {host for host, said in self._ask(names, ["true"]).items() if said is None}
         self.doubted = (self.doubted - names) | silent
-        return silent
+        for host in sorted(silent):
+            complain(f"elastic: {host} does not answer; it rests for {self.roster.lose(host, whole=True):g} s")
+        return bool(silent)
 
     def _ask(self, hosts: Collection[str], command: Sequence[str]) -> dict[str, bytes | None]:
         """What a command prints on each of these hosts, without this one; None: it fails, or does not end in time."""
+
+        def answer(host: str) -> bytes | None:
+            words = self.way.words(host, command)
+            # OSError: there is no ssh here.
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                done = subprocess.run(
+                    words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, start_new_session=True
+                )
+                return None if done.returncode else done.stdout
+            return None
+
         others = sorted(host for host in hosts if not is_local(host))
         with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
-            return dict(zip(others, pool.map(lambda host: self._answer(host, command), others), strict=True))
+            return dict(zip(others, pool.map(answer, others), strict=True))
 
-    def _answer(self, host: str, command: Sequence[str]) -> bytes | None:
-        nothing, words = subprocess.DEVNULL, self.words(host, command)
-        # OSError: there is no ssh here.
-        with (
-            contextlib.suppress(OSError),
-            subprocess.Popen(
-                words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing, start_new_session=True
-            ) as process,
-        ):
-            try:
-                said, _ = process.communicate(timeout=ANSWER_SECONDS)
-                return said if process.returncode == 0 else None
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        return None
-
-    def _step(self) -> int:
-        """A number that grows with the newest step that this host can see; -1: there is none."""
-        # Either may be old: a host that is no longer used keeps its copy, and another host may write the records.
-        return max(newest_version(self._copy), last_step(self.run_dir / "metrics.jsonl") or NONE)
-
-    def _newest_copy(self, hosts: Sequence[str], above: int) -> int:
-        """The newest version of the state on this host or, where that is not `above`, on any of `hosts`; -1: none."""
-        newest = newest_version(self._copy)
-        if newest > above:
-            return newest
-        said = self._ask(hosts, ["head", "-c", str(LABEL_BYTES), str(self._copy)]).values()
-        return max([newest, *(newest_of((label or b"")[-LABEL_BYTES:]) for label in said)])  # after a login's text
-
-    @property
-    def _copy(self) -> Path:
-        return folder_of(self.name) / "state"
+    def _newest_copy(self, hosts: Sequence[str] = ()) -> int:
+        """The newest version of the state on this host, and on any of `hosts`; -1: there is none."""
+        said = self._ask(hosts, ["head", "-c", str(LABEL_BYTES), f"{self.folder}/state"]).values()
+        there = [newest_of((label or b"")[-LABEL_BYTES:]) for label in said]  # after a login's text
+        return max([newest_version(self.folder / "state"), *there])

@@ -21,19 +21,18 @@ from typing import Any
 import hvd_cifar
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
+from hvd_cifar.files import complain, write
 from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.import_path import foreign
-from hvd_cifar.launch import validators
 from hvd_cifar.launch.cluster import slurm
 from hvd_cifar.launch.cluster.hosts import is_local
-from hvd_cifar.launch.here import ranks_of
-from hvd_cifar.launch.job import complain, write
-from hvd_cifar.launch.jobs import check_early, launch, launch_elastic
-from hvd_cifar.launch.request import Request, parse, with_allocation
+from hvd_cifar.launch.command import Request, notes, parse, ranks_of, with_allocation
+from hvd_cifar.launch.elastic import ElasticRun
+from hvd_cifar.launch.jobs import launch
 from hvd_cifar.runtime.environment import copies, launched_size
 
 MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in PYTHONPATH would take
-ALONE = ("export", "predict", "report")  # commands that run in a single process, not as ranks
+ALONE = ("doctor", "export", "predict", "report")  # commands that run in a single process, not as ranks
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
@@ -50,19 +49,14 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
                 signal.signal(number, _stop_early)
         if max(launched_size() or 1, copies(os.environ)) > 1:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
-        if request.command[0] == "doctor":
-            return _start_doctor(request, check)
-        _note_foreign_modules(request)
-        if request.is_program:
-            _check_program(request.command[1:])
         settings = None if request.is_program else check(list(request.command))
-        if request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks:
-            request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
-            if request.hosts or request.ranks not in (None, 1):
-                raise UserError(f"{request.command[0]} runs in one process here: leave -np, -H and --hostfile out")
-            return _become(request, list(request.command))
-        return _start_ranks(request, settings)
+            return _become(request)
+        _note_foreign_modules(request)
+        code = _start_ranks(request, settings)
+        if code >= 128 and sys.stdout.isatty():
+            write(1, b"\x1b[?25h\n")  # shows the cursor, which a killed rank leaves hidden with its progress bar
+        return code
     except UserError as error:
         complain(str(error))
         return 2
@@ -70,19 +64,48 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         return 130
 
 
+def _become(request: Request) -> int:
+    """Replace this process by a command that needs no launcher; with --dry-run print the command."""
+    given, name = request.settings, request.command[0]
+    if request.hosts or given.ranks not in (None, 1) or given.max_restarts or given.elastic or given.validation_ranks:
+        raise UserError(f"{name} runs in one process here: give options of its own after its name")
+    words = [sys.executable, *ISOLATED, "-m", "hvd_cifar", *request.command]
+    if given.dry_run:
+        write(1, os.fsencode(f"{shlex.join(words)}\n"))
+        return 0
+    os.execv(words[0], words)
+
+
 def _start_ranks(request: Request, settings: Any) -> int:
-    request = with_allocation(request, () if request.hosts else slurm.allocation(os.environ))
-    if request.settings.elastic:
-        return launch_elastic(request, settings)
+    given = request.settings
+    if request.is_program:
+        _check_program(request)
+    elif not isinstance(settings, config.TrainSettings):
+        for option in ("max_restarts", "elastic", "validation_ranks"):
+            if getattr(given, option):
+                raise UserError(f"{config.option_name(option)} goes with train: no other command can be resumed")
+    if not request.hosts and (nodes := slurm.allocation(os.environ)):
+        request = with_allocation(request, nodes)
     writes_here = not request.hosts or is_local(request.hosts[0].name)  # another host may have other folders
-    if request.command[0] == "train" and request.run_dir == Path() and writes_here and not request.settings.dry_run:
+    keeps = given.max_restarts or given.elastic or given.validation_ranks or writes_here and not given.dry_run
+    if request.command[0] == "train" and keeps:
         request = _with_run_dir(request, settings)
-    ranks = request.ranks or ranks_of(request.hosts)
-    if request.settings.validation_ranks:
-        request, ranks = validators.set_apart(request, ranks)
-    if settings is not None and not request.settings.dry_run:
-        check_early(request, ranks, settings)
-    return launch(request, ranks)
+    for note in notes(settings):
+        complain(note)
+    if given.elastic and not given.dry_run:
+        return ElasticRun(request, settings).run()
+    first = ElasticRun(request, settings).first if given.elastic else request
+    return launch(replace(first, ranks=first.ranks or ranks_of(first.hosts)), settings)
+
+
+def _with_run_dir(request: Request, settings: config.TrainSettings) -> Request:
+    """The request with its run directory: restarts and validation ranks need it, and code 0 is compared with it."""
+    # Rank 0 makes the folder seconds later: other launchers of this second must have other names.
+    run_dir = settings.run_dir or config.unused_run_dir(settings.model, str(os.getpid()))
+    of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
+    # --resume never is for the first start. A restart resumes the run that it began.
+    of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
+    return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
 
 
 def _note_foreign_modules(request: Request) -> None:
@@ -99,52 +122,14 @@ def _stop_early(number: int, _: object) -> None:
     raise SystemExit(RESUME)
 
 
-def _with_run_dir(request: Request, settings: Any) -> Request:
-    """The request with its run directory: restarts and validation ranks need it, and code 0 is compared with it.
-
-    Raises UserError where the command does not train.
-    """
-    if request.is_program and not request.settings.validation_ranks:
-        if request.settings.elastic:
-            raise UserError("--elastic goes with train: horovodrun --gloo --min-np starts a program's elastic ranks")
-        return request  # a program restarts from checkpoints of its own
-    if not isinstance(settings, config.TrainSettings):
-        if request.settings.validation_ranks:
-            raise UserError("--validation-ranks goes with train: no other command has weights to evaluate")
-        option = "--elastic" if request.settings.elastic else "--max-restarts"
-        raise UserError(f"{option} goes with train: no other command can be resumed")
-    # Rank 0 makes the folder seconds later: other launchers of this second must have other names.
-    run_dir = settings.run_dir or config.unused_run_dir(settings.model, str(os.getpid()))
-    of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
-    # --resume never is for the first start. A restart resumes the run that it began.
-    of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
-    return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
-
-
-def _check_program(words: tuple[str, ...]) -> None:
-    """Raise UserError where a user's program does not exist; else each rank's Python would report it."""
+def _check_program(request: Request) -> None:
+    """Raise UserError where a user's program does not exist, which each rank's Python would report, or is elastic."""
+    words = request.command[1:]
     if not words:
         raise UserError("python: name a program: ./run.sh -np 2 python PROGRAM.py")
     if not words[0].startswith("-") and not Path(words[0]).exists():
         raise UserError(f"python {words[0]}: no such file")
-
-
-def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
-    """Run the doctor, which starts ranks itself, with the launcher's options."""
-    if request.settings.max_restarts or request.settings.elastic:
-        raise UserError("--max-restarts and --elastic go with train: leave them out")
-    words = list(request.command)
-    words += ["--allreduce", "ring"] if request.settings.allreduce == "ring" else []
-    words += ["-np", str(request.ranks)] if request.ranks else []
-    words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
-    check(words)
-    return _become(request, words)
-
-
-def _become(request: Request, words: list[str]) -> int:
-    """Replace this process by a command that needs no launcher; with --dry-run print the command."""
-    words = [sys.executable, *ISOLATED, "-m", "hvd_cifar", *words]
-    if request.settings.dry_run:
-        write(1, os.fsencode(f"{shlex.join(words)}\n"))
-        return 0
-    os.execv(words[0], words)
+    if request.settings.elastic or request.settings.validation_ranks:
+        raise UserError(
+            "--elastic and --validation-ranks go with train; horovodrun --gloo --min-np starts a program elastically"
+        )

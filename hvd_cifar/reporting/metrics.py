@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import LastingStream, append, parse_json, replace_lines, replace_text
+from hvd_cifar.files import LastingStream, append, complain, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, sessions, terminal
 from hvd_cifar.reporting.sessions import SESSIONS
 
@@ -247,7 +247,10 @@ class Reporter:
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error; with `step`, the last finished one, also record it."""
         if self.run_dir is not None:
-            terminal.complain("hvd_cifar: " + line)
+            if self._bar:
+                self._bar.console.print(f"hvd_cifar: {line}", markup=False, highlight=False, soft_wrap=True)
+            else:
+                complain(line)
             if step is not None:
                 self.mark("warning", step=step, text=line)
 

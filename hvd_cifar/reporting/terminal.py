@@ -38,11 +38,6 @@ def say(line: str) -> None:
     _write(sys.stdout, line)
 
 
-def complain(line: str) -> None:
-    """Print a line to standard error in one piece."""
-    _write(sys.stderr, line)
-
-
 def _write(stream: TextIO, line: str) -> None:
     encoding = stream.encoding or "utf-8"  # None: Rich's stand-in for a stream, while a progress bar is shown
     text = f"{line}\n".encode(encoding, "backslashreplace").decode(encoding)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.errors import TrainingError, cause_of
+from hvd_cifar.files import complain
 
 GRACE_SECONDS = 2.0  # where all ranks leave, rank 0 speaks for all, and its end ends the others
 # A rank that ends shuts Horovod down, and only then its process ends: the launcher must see that end first, to name it.
@@ -41,7 +42,7 @@ def leave(rank: int, left: SystemExit, alone: bool) -> NoReturn:
         time.sleep(GRACE_SECONDS)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-        os.write(2, os.fsencode(f"hvd_cifar: {told}\n"))
+        complain(told)
     os._exit(code)  # Horovod's end in this process would first end the other ranks, with exit codes of their own
 
 

@@ -12,10 +12,11 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
+from hvd_cifar.files import complain
 from hvd_cifar.kernels import compiled
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.stalls import PATIENCE
-from hvd_cifar.runtime.watch import Peer, Watch, complain
+from hvd_cifar.runtime.watch import Peer, Watch
 
 Precision = Literal["float32", "mixed_bfloat16"]
 

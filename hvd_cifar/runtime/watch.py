@@ -22,6 +22,7 @@ from typing import Any, TextIO, TypeVar
 
 from hvd_cifar.distributed.trail import note, recent
 from hvd_cifar.errors import STALLED
+from hvd_cifar.files import complain
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.environment import launched_rank
 from hvd_cifar.runtime.inspect_process import state_of
@@ -275,9 +276,3 @@ def _answer(question: str) -> Mapping[str, Any]:
 def _mark_shutdown() -> None:
     if Watch._current is not None:
         Watch._current.mark("shutdown")
-
-
-def complain(line: str) -> None:
-    """Print a message to stderr past Python's buffer, whose lock the main thread may hold."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"hvd_cifar: {line}\n".encode())

@@ -16,6 +16,7 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.listing import images_below
 from hvd_cifar.data.pictures import read_image
 from hvd_cifar.errors import UserError, printable
+from hvd_cifar.files import complain
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import examples_at_once, logits_of
 from hvd_cifar.training.trained import Trained, load
@@ -43,7 +44,7 @@ def predict(settings: PredictSettings) -> int:
                 image = read_image(file, channels, trained.settings.image_size)
                 images.append((file, _fitting(image, trained.dataset.image_shape)))
             except UserError as failure:
-                terminal.complain(f"hvd_cifar: {printable(str(failure))}")
+                complain(printable(str(failure)))
                 unread += 1
         rows = probabilities(trained, np.stack([image for _, image in images])) if images else ()
         for (file, _), row in zip(images, rows, strict=True):

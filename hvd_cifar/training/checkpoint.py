@@ -22,8 +22,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
-from hvd_cifar.files import read_json, replace_text, sync
-from hvd_cifar.reporting import terminal
+from hvd_cifar.files import complain, read_json, replace_text, sync
 from hvd_cifar.training.state import TrainState
 
 FORMAT = 4
@@ -142,7 +141,7 @@ def find(place: Path) -> Path | None:
         found = damage(path)
         if found is None:
             for line in wrong:
-                terminal.complain(f"hvd_cifar: warning: damaged checkpoint {line}; {path.name} is taken instead")
+                complain(f"warning: damaged checkpoint {line}; {path.name} is taken instead")
             return path
         wrong.append(f"{path} ({found})")
     if wrong:

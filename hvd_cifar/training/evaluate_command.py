@@ -11,7 +11,7 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import complain, replace_text
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
 from hvd_cifar.training import user_code, user_files
@@ -41,7 +41,7 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
         dataset = as_learnt(load_data(values, world, given.dataset), trained.dataset, any_size)
         is_of_run = not has_data and settings.dataset is None
         if world.is_root and is_of_run and trained.facts["test_sha256"] != dataset.test.digest:
-            terminal.complain(f"hvd_cifar: note: {dataset.name}: its test examples are not those of the run")
+            complain(f"note: {dataset.name}: its test examples are not those of the run")
 
         evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, settings.batch_size)
         found = evaluate(trained.six_views)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_cifar.errors import RESUME
-from hvd_cifar.reporting import terminal
+from hvd_cifar.files import complain
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SECONDS_FOR_ROOT = 2.0  # other ranks wait this much longer, so that rank 0 prints the reason first
@@ -60,8 +60,8 @@ class StopRequests:
         while True:
             left = None if end == float("inf") else max(0.0, end - time.monotonic()) * 1000
             if not arrivals.poll(left):
-                terminal.complain(
-                    f"hvd_cifar: no checkpoint within {self._grace_seconds:g} s of {asked}; the run ends; "
+                complain(
+                    f"no checkpoint within {self._grace_seconds:g} s of {asked}; the run ends; "
                     f"{self._kept()} (exit code {RESUME})"
                 )
                 os._exit(RESUME)

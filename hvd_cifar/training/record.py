@@ -13,8 +13,9 @@ from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import TrainingError, UserError, reason_of
+from hvd_cifar.files import complain
 from hvd_cifar.models.recipe import Recipe
-from hvd_cifar.reporting import provenance, terminal
+from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.endings import lost_rank
 from hvd_cifar.runtime.ranks import differences
@@ -176,9 +177,7 @@ def agree_on_kernels(world: World, settings: TrainSettings) -> str:
             "set up all alike, set HVD_CIFAR_VECTORS to the smallest, or leave the slower hosts out"
         )
     if world.is_root:
-        terminal.complain(
-            f"hvd_cifar: note: hosts compute convolutions differently, results differ by rounding: {named}"
-        )
+        complain(f"note: hosts compute convolutions differently, results differ by rounding: {named}")
     return named
 
 

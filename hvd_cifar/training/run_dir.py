@@ -14,8 +14,7 @@ from filelock import FileLock, Timeout
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import read_json
-from hvd_cifar.reporting import terminal
+from hvd_cifar.files import complain, read_json
 from hvd_cifar.runtime import environment
 from hvd_cifar.training import checkpoint
 
@@ -86,7 +85,7 @@ def _locked(path: Path) -> FileLock:
     except Timeout:
         if not ((launch := environment.launch()) and launch.restarts):
             raise
-        terminal.complain(f"hvd_cifar: waits for {path}, which the lost rank 0 may still hold")
+        complain(f"waits for {path}, which the lost rank 0 may still hold")
         lock.acquire(timeout=SECONDS_FOR_A_LOST_HOST)
     return lock
 

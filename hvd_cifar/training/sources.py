@@ -16,7 +16,7 @@ from hvd_cifar.data.host_files import Onlooker, digest_of, searched, written
 from hvd_cifar.data.source import Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import PART
+from hvd_cifar.files import PART, complain
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.watch import Watch
@@ -49,9 +49,9 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     others = [rank for rank in dict.fromkeys(firsts) if rank != 0]  # which act for hosts that are not rank 0's
     onlooker = Onlooker(Watch.sign_of_life)
     if world.rank in [0, *others[:1]]:  # hosts decode at the same time: one of them shows its progress
-        onlooker = replace(onlooker, is_shown=terminal.complain)
+        onlooker = replace(onlooker, is_shown=complain)
     if world.is_root:
-        onlooker = replace(onlooker, is_warned=terminal.complain)
+        onlooker = replace(onlooker, is_warned=complain)
 
     def at_root() -> tuple[str, Path, Digests]:
         source, folder = prepare(settings, onlooker)

@@ -18,8 +18,7 @@ from typing import Any
 from hvd_cifar import fields
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import replace_text
-from hvd_cifar.reporting import terminal
+from hvd_cifar.files import complain, replace_text
 from hvd_cifar.runtime import environment
 from hvd_cifar.training import run_dir
 from hvd_cifar.training.user_code import Copies, source_of, text_of
@@ -136,7 +135,7 @@ def to_continue(settings: TrainSettings) -> Copies:
                 f"{file} is not the file that the run in {origin.parent} was started with (its copy: "
                 f"{FOLDER}/{told['copy']}): bring that back, or give --changed-code accept, or another --run-dir"
             )
-        terminal.complain(f"hvd_cifar: note: {file} has changed since the run in {origin.parent} was started with it")
+        complain(f"note: {file} has changed since the run in {origin.parent} was started with it")
         copies.pop(told["module"])
     return copies
 
@@ -146,9 +145,7 @@ def of_trained(folder: Path, left_out: Sequence[str]) -> Copies:
     copies = copies_of(folder, left_out)
     for file, text in copies.values():
         if file != _program() and _text_now(file, text) != text:
-            terminal.complain(
-                f"hvd_cifar: note: {file} has changed since training: the copy in {folder / FOLDER} is used"
-            )
+            complain(f"note: {file} has changed since training: the copy in {folder / FOLDER} is used")
     return copies
 
 

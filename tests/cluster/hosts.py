@@ -66,12 +66,7 @@ def reason_to_skip() -> str | None:
 
 @dataclass
 class Host:
-    """One host, seen from outside it.
-
-    name: as the host itself has it, "node1" and so on.
-    address: on the common network.
-    files: what the host sees as `Cluster.own`.
-    """
+    """One host, seen from outside it. `files`: what the host sees as `Cluster.own`."""
 
     name: str
     address: str
@@ -186,13 +181,6 @@ class Cluster:
         """Pull the host's cable out: it and the others go on, and reach each other no more."""
         self._on_switch("ip", "link", "set", self._port(host, INTERFACE), "down")
 
-    def add_interface(self, host: Host, name: str, address: str, connected: bool) -> None:
-        """Add a network card to a host, up, with an address such as 10.99.0.1/24.
-
-        `connected`: on the bridge; otherwise its cable leads nowhere.
-        """
-        self._add_card(host, name, address, connected)
-
     def set_names(self, host: Host, lines: str) -> None:
         """Replace what a host's /etc/hosts says. By default it knows all hosts, itself and localhost."""
         (host.files / "hosts").write_text(lines)
@@ -207,7 +195,8 @@ class Cluster:
     def _on_switch(self, *words: str) -> None:
         _must(["nsenter", "--target", str(self._switch_pid), "--net", *words])
 
-    def _add_card(self, host: Host, name: str, address: str, connected: bool) -> None:
+    def add_card(self, host: Host, name: str, address: str, connected: bool) -> None:
+        """Add a network card to a host, up, on the bridge or with a cable that leads nowhere."""
         port = self._port(host, name)
         self._on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", name, "netns", str(host.pid))
         if connected:
@@ -255,7 +244,7 @@ class Cluster:
         )
         spaces = ["--net", "--uts", "--mount", "--pid", "--ipc", "--mount-proc"]
         host.init, host.pid = _first_process([*UNSHARE, *spaces, "sh", "-c", script], "sshd", host.files / "boot.log")
-        self._add_card(host, INTERFACE, f"{host.address}/24", connected=True)
+        self.add_card(host, INTERFACE, f"{host.address}/24", connected=True)
 
     def _end(self) -> None:
         for host in self.hosts:

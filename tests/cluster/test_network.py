@@ -19,8 +19,8 @@ def _dry_run(cluster: Cluster, *words: str | Path) -> subprocess.CompletedProces
 def test_cards_that_lead_nowhere_are_not_taken(two_hosts: Cluster) -> None:
     """A container bridge with the same address on each host, and a second network without cables."""
     for host, number in zip(two_hosts, (1, 2), strict=True):
-        two_hosts.add_interface(host, "docker0", "10.1.0.1/24", connected=False)
-        two_hosts.add_interface(host, "ib0", f"10.2.0.{number}/24", connected=False)
+        two_hosts.add_card(host, "docker0", "10.1.0.1/24", connected=False)
+        two_hosts.add_card(host, "ib0", f"10.2.0.{number}/24", connected=False)
     # The names lead to the network without cables: it is tried first.
     for host in two_hosts:
         two_hosts.set_names(host, two_hosts.names() + "10.2.0.1 node1\n")

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runs
-from hvd_cifar.errors import RESUME
 from tests.faults.jobs import COURSE, STEPS, checkpoints, start
 
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
@@ -96,19 +95,3 @@ def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) 
     assert job.wait() == 1, job.said()
     assert "ranks are out of sync after step 20" in job.said() and "resumed" not in job.said()
     assert not checkpoints(job.run_dir) and not job.left()
-
-
-@pytest.mark.slow
-def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
-    launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]
-    job = start(launcher, embedded, tmp_path / "run", *OPTIONS)
-    try:
-        job.wait_for_step(20)
-        job.send(signal.SIGKILL, "rank 1")
-        assert job.wait() == RESUME, job.said()
-    finally:
-        job.end()
-    said = job.said()
-    assert "elastic: 1 ranks are there, and 2 needed; waiting up to 2 s" in said
-    assert "elastic: no 2 ranks within 2 s (exit code 75)" in said
-    assert not job.left()

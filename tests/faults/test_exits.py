@@ -85,7 +85,7 @@ STARTER = """
 import os, sys
 from hvd_cifar.launch import job
 job.SECONDS_BETWEEN_ASKS, job.SECONDS_FOR_MPIRUN = 0.1, 0.5
-words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, "-c", sys.argv[1]]
+words = ["mpirun", "-np", "2", "--oversubscribe", "--tag-output", sys.executable, "-c", sys.argv[1]]
 raise SystemExit(job.Job(can_stop=False).run(job.Starter(words, dict(os.environ))))
 """
 
@@ -112,4 +112,5 @@ def test_the_summary_of_an_earlier_job_is_no_success(rank: str, code: int, tmp_p
     (tmp_path / "summary.json").write_text("{}")
     words = [sys.executable, "-c", OF_AN_EARLIER_JOB, rank, str(tmp_path / "summary.json")]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.splitlines()) == (code, [LINE.format(0, EARLY)] * code)
+    assert done.returncode == code
+    assert done.stderr == "hvd_cifar: all ranks ended with exit code 0, before the job was over\n" * code

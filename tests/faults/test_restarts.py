@@ -6,37 +6,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.launch.restarts import is_hopeless, last_said, last_step, seconds_before
+from hvd_cifar.launch.job import Job
+from hvd_cifar.launch.jobs import END_BYTES, is_hopeless, last_step
 from tests.faults.jobs import start
 
 
 def test_the_last_words_and_the_last_whole_step(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"event": "train", "step": 20}\n{"event": "evaluation", "step": 25}\n{"event": "tr')
-    assert last_step(metrics) == 20 and last_step(tmp_path / "none") is None
-    said = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
-    assert last_said(f"cut off\nhvd_cifar: note\n{said}\nother\n".encode()) == said and last_said(b"") == ""
+    assert last_step(tmp_path) == 20 and last_step(tmp_path / "none") is None
+    metrics.write_text('{"event": "train", "step": 7}\n' + " " * 2 * END_BYTES)
+    assert last_step(tmp_path) is None  # only the end is read
+    job, said = Job(can_stop=False), "rank 1 on a was ended by signal 9 (Killed)"
+    assert job.last_words == ""
+    job.tail = f"cut off\nhvd_cifar: note\nhvd_cifar: {said}\nother\n".encode()
+    assert job.last_words == said and not is_hopeless(job.tail)
     assert is_hopeless(b"rank 1 on b: hvd_cifar: model diverged with loss = nan; ...\nhvd_cifar: rank 0 lost another\n")
-
-
-def test_only_the_end_of_metrics_is_read(tmp_path: Path) -> None:
-    """An elastic job looks each second."""
-    metrics = tmp_path / "metrics.jsonl"
-    evaluations = '{"event": "evaluation", "step": 8}\n' * 5000  # longer than what is read first
-    metrics.write_text('{"event": "train", "step": 7}\n' * 500_000 + evaluations)
-    before = _bytes_read()
-    assert last_step(metrics) == 7
-    assert _bytes_read() - before < 2**20 < metrics.stat().st_size / 8
-    metrics.write_text(evaluations)
-    assert last_step(metrics) is None
-
-
-def _bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_waits_double_up_to_a_minute() -> None:
-    assert [seconds_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:

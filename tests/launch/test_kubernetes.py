@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -126,9 +125,3 @@ def test_the_wait_has_an_end(pods: Cluster, known: int, why: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert f"hvd_cifar: {NAMES[1]} cannot be reached after 1 s: " in done.stderr and why in done.stderr
     assert done.stderr.count("hvd_cifar:") == 1 and done.stderr.count("\n") == 2
-
-
-def test_the_wait_needs_a_hostfile() -> None:
-    done = subprocess.run([WAIT, "/proc/no/such/file", "true"], capture_output=True, text=True, env=os.environ)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no hostfile /proc/no/such/file" in done.stderr

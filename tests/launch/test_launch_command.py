@@ -22,24 +22,19 @@ from hvd_cifar import cli
 from hvd_cifar.config import option_name
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import command as of_ranks
-from hvd_cifar.launch import here, jobs, launcher
-from hvd_cifar.launch import validators as launch_validators
-from hvd_cifar.launch.cluster import remarks, ssh
+from hvd_cifar.launch import jobs, launcher
+from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
-from hvd_cifar.launch.cluster.network import Card, Network, find_network
-from hvd_cifar.launch.cluster.program import Participants, Program
-from hvd_cifar.launch.command import command
-from hvd_cifar.launch.install import everywhere, installer
-from hvd_cifar.launch.install.packages import environment_in, versions_of
-from hvd_cifar.launch.request import parse, with_allocation
+from hvd_cifar.launch.cluster.network import Card, Network, Participants, Program, find_network
+from hvd_cifar.launch.command import command, parse, with_allocation
+from hvd_cifar.launch.output import Errors, Lost
 from hvd_cifar.launch.settings import LaunchSettings
-from hvd_cifar.runtime import devices
 from tests.ranks import CHECKOUT
 
 OWN_OPTIONS = [name for name in LaunchSettings.model_fields if name not in ("ranks", "hosts")]
 BIN = Path(sys.executable).parent
 MPIRUN = str(BIN / "mpirun")
-FLAGS = ["--allow-run-as-root"] * (os.geteuid() == 0)
+FLAGS = ["--tag-output"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
 FLAGS += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
@@ -64,14 +59,13 @@ def test_parse(argv: list[str], ranks: int | None, hosts: tuple[Host, ...], comm
     assert (found.ranks, found.hosts, found.command) == (ranks, hosts, command)
 
 
-@pytest.mark.parametrize("option", ["-np", "-n", "-H", *map(option_name, OWN_OPTIONS)])
-def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        launcher.main(["train", option, "1"], cli.check)
-    known = "-np" if option == "-n" else option
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"hvd_cifar: {known} ") and line.endswith(" ... train")
-    assert f"an option of the launcher; it goes before the command: ./run.sh {known} " in line
+def test_an_option_of_the_launcher_after_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    for option in ("-np", "-n", "-H", *map(option_name, OWN_OPTIONS)):
+        with pytest.raises(SystemExit, match="2"):
+            launcher.main(["train", option, "1"], cli.check)
+        known = "-np" if option == "-n" else option
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"{known} is an option of the launcher; it goes before the command: ./run.sh {known} " in line
 
 
 @pytest.mark.parametrize(
@@ -85,12 +79,12 @@ def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
         (["-np", "2", "-H", "a"], "more than the 1 slot of"),
         (["-H", "a:2", "--hostfile", "f"], "exclude each other"),
-        (["-H", "a:2,,b:2"], "'' is not a host"),
+        (["-H", "a:2,,b:2"], "'' is not NAME:SLOTS"),
         (["-H", "a:x"], "slots of a"),
         (["-H", "a:2,b:1,a:1"], "a is there twice"),
         (["--allreduce", "tree"], "--allreduce tree: input should be 'auto' or 'ring'"),
         (["--dry-run=yes"], "Option '--dry-run' does not take a value"),
-        (["-H", "a;reboot:1"], "is not a host"),
+        (["-H", "a;reboot:1"], "is not NAME:SLOTS"),
         (["--epochs", "3"], "--epochs.* those of the command after it"),
         (["--hostfile", "/proc/no/such/file"], "No such file"),
     ],
@@ -102,23 +96,20 @@ def test_parse_refuses(argv: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "training", "hosts", "validators", "after"),
+    ("argv", "hosts", "last", "before", "after"),
     [
-        (["-np", "4"], 3, (), (Host("localhost", 1),), "[0, 1]"),
-        (["-np", "4", "-H", "a:2,b:4"], 3, (Host("a", 2), Host("b", 1)), (Host("b", 1),), "[0, 1]"),
-        (["-np", "6", "-H", "a:2,b:4"], 5, (Host("a", 2), Host("b", 3)), (Host("b", 1),), "[0, 1]"),
-        (["-np", "3", "-H", "a:2,b:1"], 2, (Host("a", 2),), (Host("b", 1),), "[0, 0]"),
+        (["-np", "4"], (), Host("localhost", 1), 3, 1),
+        (["-np", "4", "-H", "a:2,b:4"], (Host("a", 2), Host("b", 1)), Host("b", 1), 1, 1),
+        (["-np", "3", "-H", "a:2,b:1"], (Host("a", 2),), Host("b", 1), 0, 0),
     ],
 )
 def test_validation_ranks_have_the_last_slots(
-    argv: list[str], training: int, hosts: tuple[Host, ...], validators: tuple[Host, ...], after: str
+    argv: list[str], hosts: tuple[Host, ...], last: Host, before: int, after: int
 ) -> None:
-    request = parse([*argv, "--validation-ranks", "1", "train"])
-    apart, ranks = launch_validators.set_apart(request, request.ranks or 0)
-    assert (ranks, apart.hosts, apart.validators) == (training, hosts, validators)
-    last = hosts[-1].name if hosts else "localhost"
-    assert launch_validators.neighbours(apart.validators, last) == {"HVD_CIFAR_BESIDE": after}
-    assert launch_validators.neighbours((), last) == {}
+    training, second = jobs.split(parse([*argv, "--validation-ranks", "1", "train"]))
+    assert second and (training.ranks, training.hosts, second.hosts) == (int(argv[1]) - 1, hosts, (last,))
+    assert training.variables == {"HVD_CIFAR_BESIDE": f"[0, {after}]"}
+    assert second.variables == {"HVD_CIFAR_BESIDE": f"[{before}, 0]"}
 
 
 NODES = (Host("n1", 4), Host("n2", 2))
@@ -131,29 +122,14 @@ def _program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.fixture
-def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_of_a_slurm_job_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _program(tmp_path, "srun", "", monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("argv", "nodes", "hosts", "in_slurm"),
-    [
-        ([], (), (), False),
-        ([], NODES, NODES, True),
-        (["-np", "6"], NODES, NODES, True),
-        (["-H", "a:2"], NODES, (Host("a", 2),), False),
-    ],
-)
-@pytest.mark.usefixtures("srun")
-def test_the_nodes_of_a_slurm_job_are_the_hosts(
-    argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
-) -> None:
-    request = with_allocation(parse(argv), nodes)
-    assert (request.hosts, request.in_slurm) == (hosts, in_slurm)
-
-
-def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
+    given, environ = with_allocation(parse(["-np", "6"]), NODES), {"SLURM_JOB_ID": "1"}
+    assert (given.hosts, given.in_slurm) == (NODES, True) and "^slurm" not in command(given, MPIRUN, environ)
+    named = parse(["-np", "2", "-H", "localhost:2"])
+    assert not named.in_slurm and "^slurm" not in command(named, MPIRUN, {})
+    words = command(named, MPIRUN, environ)  # not looked for among the job's nodes
+    assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
     with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, .*--ntasks=7$"):
         with_allocation(parse(["-np", "7"]), NODES)
     with pytest.raises(UserError, match="more than the 1 task of .*--ntasks=4, or -H localhost:4$"):
@@ -173,15 +149,13 @@ def test_named_hosts_need_no_list_of_slurms(
     assert "-H localhost:2 " in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD", "SLURM_STEP"])
-def test_started_several_times(
-    variable: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_started_several_times(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2" if variable == "OMPI_COMM_WORLD" else "1")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable == "SLURM_STEP" else "1")
-    assert launcher.main(["train", "--max-steps", "1"], cli.check) == 2
-    assert "it starts the ranks itself: call it once" in capfd.readouterr().err
+    for of_mpirun, of_step in (("2", "1"), ("1", "2")):
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", of_mpirun)
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", of_step)
+        assert launcher.main(["train", "--max-steps", "1"], cli.check) == 2
+        assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -197,9 +171,8 @@ def test_started_several_times(
     ],
 )
 def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text(text)
-    assert read_hostfile(path) == hosts
+    (tmp_path / "hosts").write_text(text)
+    assert read_hostfile(tmp_path / "hosts") == hosts
 
 
 @pytest.mark.parametrize(
@@ -215,10 +188,9 @@ def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_pat
     ],
 )
 def test_hostfiles_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text(text)
+    (tmp_path / "hosts").write_text(text)
     with pytest.raises(UserError, match=message):
-        read_hostfile(path)
+        read_hostfile(tmp_path / "hosts")
 
 
 def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
@@ -247,80 +219,42 @@ def test_horovodrun_asks_no_tensorflow_what_its_library_has(monkeypatch: pytest.
     assert util.mpi_built(verbose=True) and util.gloo_built(verbose=True)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
-)
-def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
-    assert ranks_by_default(gpus, cores) == ranks
-
-
-@pytest.mark.usefixtures("srun")
-def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
-    named = parse(["-H", "localhost:2"])
-    environ = {"SLURM_JOB_ID": "1"}
-    words = command(named, 2, MPIRUN, environ)
-    assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
-    given = with_allocation(parse([]), (Host("localhost", 2),))
-    assert "^slurm" not in command(given, 2, MPIRUN, environ)
-    assert "^slurm" not in command(named, 2, MPIRUN, {})
+def test_ranks_by_default() -> None:
+    cases = [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
+    assert [ranks_by_default(gpus, cores) for gpus, cores, _ in cases] == [ranks for *_, ranks in cases]
 
 
 def _command(
-    ranks: int,
-    hosts: tuple[Host, ...] = (),
-    mpirun: str = MPIRUN,
-    network: Network | None = None,
+    ranks: int, hosts: tuple[Host, ...] = (), network: Network | None = None, mpirun: str = MPIRUN, **more: str
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
-    request = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
-    return command(request, ranks, mpirun, environ, network)
+    asked = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
+    return command(asked, mpirun, environ | more, network)
 
 
 PROGRAM = [sys.executable, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["doctor"], "doctor"),
-        (["doctor", "--hostfile", "f", "--json"], "doctor --hostfile f --json"),
-        (["-H", "a:2,b", "-np", "2", "doctor", "--json"], "doctor --json -np 2 -H a:2,b:1"),
-        (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
-        (["report", "a", "b", "--output", "c"], "report a b --output c"),
-    ],
-)
-def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(
-    argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launcher.main(["--dry-run", *argv], cli.check) == 0
-    assert capfd.readouterr().out == f"{sys.executable} -I -m hvd_cifar {words}\n"
-
-
-def test_command_of_one_rank_needs_no_launcher() -> None:
-    assert _command(1) == PROGRAM
-    assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
+@pytest.mark.parametrize("words", ["doctor --hostfile f --json", "report a b --output c", "evaluate --run-dir a"])
+def test_what_needs_no_ranks_needs_no_launcher(words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["-np", "1", "--dry-run", *words.split()], cli.check) == 0
+    assert capfd.readouterr().out.endswith(f"{sys.executable} -I -m hvd_cifar {words}\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "ranks"),
+    ("words", "ranks"),
     [
-        (["-np", "2"], [], 8),  # all slots; -np is what the first start waits for
-        ([], ["--global-batch-size", "12", "--gradient-accumulation", "2"], 6),
-        (["-np", "3"], ["--batch-size", "2", "--gradient-accumulation", "2"], 6),
-        (["-np", "3"], ["--batch-size", "2", "--virtual-shards", "4"], 2),  # 3 does not divide them
-        ([], ["--global-batch-size", "4", "--virtual-shards", "4"], 4),
+        ("-np 2 train", 8),  # all slots; -np is what the first start waits for
+        ("train --global-batch-size 12 --gradient-accumulation 2", 6),
+        ("-np 3 train --batch-size 2 --gradient-accumulation 2", 6),
+        ("train --global-batch-size 4 --virtual-shards 4", 4),
     ],
 )
 def test_an_elastic_job_starts_on_as_many_ranks_as_its_batch_allows(
-    words: list[str], settings: list[str], ranks: int, capfd: pytest.CaptureFixture[str]
+    words: str, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--elastic", "2:8", "--dry-run", *words, "train", "--dataset", "synthetic", *settings]
-    if ranks == 2:
-        assert launcher.main(argv, cli.check) == 2
-        assert "3 ranks do not divide them" in capfd.readouterr().err
-    else:
-        assert launcher.main(argv, cli.check) == 0
-        assert f" -np {ranks} " in capfd.readouterr().out
+    assert launcher.main(["--elastic", "2:8", "--dry-run", *words.split(), "--dataset", "synthetic"], cli.check) == 0
+    assert f" -np {ranks} " in capfd.readouterr().out
 
 
 def test_a_program_of_the_users_own(
@@ -348,7 +282,7 @@ def test_a_program_of_the_users_own(
         (["--validation-ranks", "2", "train"], "of 2 ranks none is left to train; give -np 3 or more"),
         (["--validation-ranks", "1", "evaluate", "--run-dir", "r"], "--validation-ranks goes with train"),
         (["--max-restarts", "1", "evaluate", "--run-dir", "r"], "--max-restarts goes with train"),
-        (["report", "a"], "report runs in one process here: leave -np, -H and --hostfile out"),
+        (["doctor"], "doctor runs in one process here: give options of its own after its name"),
         (["-H", "localhost:2", "--elastic", "2:4", "--cool-down", "1:1", "train", "--virtual-shards", "1"], "divide"),
     ],
 )
@@ -361,18 +295,17 @@ def test_what_cannot_start_is_told_once(words: list[str], message: str, capfd: p
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
     assert "-x" not in _command(2, hosts=(Host(socket.gethostname(), 4),))
-    words = command(parse(["-np", "2", "--allreduce", "ring"]), 2, MPIRUN, {"OMPI_MCA_pml": "ucx"})
+    words = command(parse(["-np", "2", "--allreduce", "ring"]), MPIRUN, {"OMPI_MCA_pml": "ucx"})
     assert "pml" not in words and words[words.index("btl") + 1] == "^openib"  # the user's transport takes precedence
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
-    assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
 
 
 def test_command_on_other_hosts() -> None:
     hosts = (Host("localhost", 1), Host("other", 1))
     cards = {"localhost": Card("eth0", "10.0.0.1", "10.0.0.0/24"), "other": Card("ens3", "10.0.0.2", "10.0.0.0/24")}
     network = Network("10.0.0.0/24", cards)
-    words = _command(2, hosts, network=network)
-    assert words[:5] == [MPIRUN, "-np", "2", "-H", "localhost:1,other:1"]
+    words = _command(2, hosts, network)
+    assert words[:5] == [MPIRUN, "-np", "2", "-H", f"{socket.gethostname()}:1,other:1"]
     exported = [after for word, after in zip(words, words[1:], strict=False) if word == "-x"]
     inherited = ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_TERMINAL", "PATH"]
     assert exported == [*inherited, "NCCL_SOCKET_IFNAME==ens3,eth0", "OPAL_PREFIX"]
@@ -380,11 +313,10 @@ def test_command_on_other_hosts() -> None:
     for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
         assert words[words.index(parameter) + 1] == "10.0.0.0/24"
     assert words[-len(PROGRAM) :] == PROGRAM
-    assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
+    assert "--prefix" not in _command(2, hosts, network, mpirun="/usr/bin/mpirun")
     for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
-        words = command(replace(parse([]), hosts=hosts), 2, MPIRUN, {"CUDA_VISIBLE_DEVICES": gpus}, network)
-        assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
-    assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
+        assert ("CUDA_VISIBLE_DEVICES" in _command(2, hosts, network, CUDA_VISIBLE_DEVICES=gpus)) == is_exported
+    assert _command(1, (Host("other", 1),), network)[0] == MPIRUN
 
 
 def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,41 +346,30 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
     """As `printf '\\033]0;%s\\007' "$HOSTNAME"` in .bashrc does. Here a script stands for ssh."""
     script = "printf '\\033]0;b\\007'; for line; do :; done; exec sh -c \"$line\""
     _program(tmp_path, "ssh", script, monkeypatch)
-    program = Program(Participants(["a", "b"], "a", sys.executable), "b", "print('{}')\nprint('[1]')", 60)
+    program = Program(Participants(["a", "b"], "a"), "b", "print('{}')\nprint('[1]')", 60)
     try:
         assert program.hear(b"{") == {} and program.hear(b"[") == [1]
     finally:
         program.end()
-    there = versions_of(lambda text: everywhere._ask("b", shlex.join([sys.executable, "-I", "-c", text])))
-    assert there == environment_in(installer.VENV).packages
-    monkeypatch.setattr(everywhere, "_ask", lambda *_: "\033]0;b\007absent")
-    with pytest.raises(UserError, match="which set-up does not know"):
-        everywhere._set_up("b", installer._describe_here(installer.Options()), tmp_path / "none")
 
 
-def test_no_ssh_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_ssh_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timeout").symlink_to(shutil.which("timeout") or "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
-        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable))
-    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options())) == 1
-    assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
+        find_network(Participants(["localhost", "nosuch.invalid"], "localhost"))
 
 
 NVIDIA_SMI = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-bb)'"
-UNUSED = (
-    "note: ranks compute on the CPU, and GPUs stay unused ({} on {}): the environment is for the CPU; to use them: "
-)
-UNUSED += "./run.sh setup --gpu"
-NONE = "note: ranks compute on the CPU: nvidia-smi lists no GPU on {1}; is the driver loaded?"
+UNUSED = "note: ranks compute on the CPU, and {} GPUs stay unused; to use them: ./run.sh setup --gpu"
+NONE = "note: ranks compute on the CPU: nvidia-smi lists no GPU here; is the driver loaded?"
 
 
 @pytest.mark.parametrize(
     ("words", "built_for", "nvidia_smi", "visible", "ranks", "note"),
     [
-        ([], "cpu", NVIDIA_SMI, None, None, UNUSED),
-        (["-H", "localhost:3"], "cpu", NVIDIA_SMI, "1", 3, UNUSED),
+        ([], "cpu", NVIDIA_SMI, None, None, UNUSED.format(2)),
+        (["-H", "localhost:3"], "cpu", NVIDIA_SMI, "1", 3, UNUSED.format(1)),
         (["-np", "3"], "cpu", NVIDIA_SMI, "", 3, ""),
         ([], "gpu", NVIDIA_SMI, None, 2, ""),  # a rank per GPU
         (["-np", "3"], "gpu", NVIDIA_SMI, "-1", 3, ""),
@@ -470,12 +391,11 @@ def test_gpus_that_are_unused_or_missing_are_told_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(here, "version", lambda _: f"0.28.1+{built_for}.tf2.21.0")
+    monkeypatch.setattr(of_ranks, "version", lambda _: f"0.28.1+{built_for}.tf2.21.0")
     assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
     out, err = capfd.readouterr()
     assert ranks is None or f" -np {ranks} " in out
-    gpus = 1 if visible == "1" else 2
-    assert err == (f"hvd_cifar: {note.format(gpus, socket.gethostname())}\n" if note else "")
+    assert err == (f"hvd_cifar: {note}\n" if note else "")
 
 
 RULE = "-" * 74 + "\n"
@@ -508,52 +428,48 @@ LOST = (
 UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
 
 
+ABSENT = RULE + "  Value:      10.0.1.0/24\n  Message:    Did not find interface matching this subnet\n" + RULE
+MORE = '[a:1] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
+OF_RANK_1 = "[1,1]<stderr>:"
+
+
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("said", "shown", "lost"),
     [
-        (FAILED.format(code=2), ""),
-        ("error: no\n" + FAILED.format(code=2), "error: no\n"),
-        (FAILED.format(code=3), "hvd_cifar: rank 1 ended first, with exit code 3\n"),
-        ("hvd_cifar: too slow\n\n" + FAILED.format(code=1), "hvd_cifar: too slow\n\n"),
-        ("KeyError: 1\n" + FAILED.format(code=1), "KeyError: 1\nhvd_cifar: rank 1 ended first, with exit code 1\n"),
+        (FAILED.format(code=2), "", []),
+        (f"{OF_RANK_1}error: no\n" + FAILED.format(code=2), "error: no\n", []),
+        (FAILED.format(code=3), "hvd_cifar: rank 1 ended first, with exit code 3\n", [Lost("", 1)]),
+        (f"{OF_RANK_1}hvd_cifar: too slow\n\n" + FAILED.format(code=1), "hvd_cifar: too slow\n\n", []),
+        (
+            f"{OF_RANK_1}KeyError: 1\n[1,0]<stderr>:hvd_cifar: note: threads differ\n" + FAILED.format(code=1),
+            "KeyError: 1\nhvd_cifar: note: threads differ\nhvd_cifar: rank 1 ended first, with exit code 1\n",
+            [Lost("", 1)],
+        ),
         (
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
+            [Lost("vm", 1)],
         ),
-        (EARLY, "hvd_cifar: rank 1 ended first, with exit code 0, before the job was over\n"),
-        (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
-        (UNKNOWN, UNKNOWN),
-        ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
-        ("[a:1] plm:rsh: Warning: setpgid(4,4) failed in parent with errno=Permission denied(13)\nx\n", "x\n"),
-        ("no newline at the end", "no newline at the end"),
-        (RULE + "cut", RULE + "cut"),
+        (EARLY, "hvd_cifar: rank 1 ended first, with exit code 0, before the job was over\n", [Lost("", 1)]),
+        (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n", [Lost("node3")]),
+        (ABSENT + MORE, "", []),  # of hosts on different subnets
+        (UNKNOWN, UNKNOWN, []),
+        ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60, []),
+        ("[a:1] plm:rsh: Warning: setpgid(4,4) failed in parent with errno=Permission denied(13)\nx\n", "x\n", []),
+        ("no newline at the end", "no newline at the end", []),
+        (RULE + "cut", RULE + "cut", []),
     ],
 )
-def test_banners(said: str, shown: str) -> None:
-    assert b"".join(remarks.without_banners([said.encode()])).decode() == shown
-
-
-def test_routed_hosts_need_not_have_each_other_s_subnets() -> None:
-    def said(value: str) -> str:
-        return (
-            RULE + f"WARNING: An invalid value was given for btl_tcp_if_include.  This\nvalue will be ignored.\n\n"
-            f"  Local host: a\n  Value:      {value}\n  Message:    Did not find interface matching this subnet\n"
-            + RULE
-        )
-
-    more = "[a:1] 1 more process has sent help message help-mpi-btl-tcp.txt / invalid if_inexclude\n"
-    more += '[a:1] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
-    both = said("10.0.1.0/24") + said("10.9.0.0/24") + more
-    shown = b"".join(remarks.without_banners([both.encode()], ["10.0.0.0/24", "10.0.1.0/24"])).decode()
-    assert shown == said("10.9.0.0/24")
-    assert b"".join(remarks.without_banners([said("10.0.1.0/24").encode()])).decode() == said("10.0.1.0/24")
+def test_banners(said: str, shown: str, lost: list[Lost]) -> None:
+    errors = Errors(())
+    assert b"".join(errors.shown([said.encode()])).decode() == shown and errors.lost == lost
 
 
 @given(
     st.lists(
         st.sampled_from(
-            [FAILED.format(code=1), FAILED.format(code=3), "hvd_cifar: no\n"]
-            + [KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE]
+            [FAILED.format(code=1), FAILED.format(code=3), f"{OF_RANK_1}hvd_cifar: no\n", "[1,0]<stderr>:bar\r"]
+            + [KILLED, UNKNOWN, "a line\n", "-\n", "[1,", "--", RULE]
         )
     ),
     st.lists(st.integers(0, 500)),
@@ -562,57 +478,19 @@ def test_banners_do_not_depend_on_how_output_is_cut(parts: list[str], cuts: list
     text = "".join(parts).encode()
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    assert b"".join(remarks.without_banners(pieces)) == b"".join(remarks.without_banners([text]))
+    assert b"".join(Errors(()).shown(pieces)) == b"".join(Errors(()).shown([text]))
 
 
-def test_an_incomplete_line_passes_at_once() -> None:
+def test_an_incomplete_line_of_a_rank_passes_at_once() -> None:
     seen: list[bytes] = []
 
     def source() -> Iterator[bytes]:
-        yield b"\rstep 1"
+        yield b"[1,0]<stderr>:\rstep 1"
         assert seen == [b"\rstep 1"]
-        yield b"\rstep 2\n"
+        yield b"[1,0]<stderr>:\rstep 2\n"
 
-    seen.extend([])
-    for piece in remarks.without_banners(source()):
-        seen.append(piece)
+    seen += Errors(()).shown(source())
     assert b"".join(seen) == b"\rstep 1\rstep 2\n"
-
-
-def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subprocess.CompletedProcess[str]:
-    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun."""
-    starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
-    starter.chmod(0o755)
-    program = (
-        "import os, sys\nfrom hvd_cifar.launch import job\none = job.Job(can_stop=False)\n"
-        f"starter = job.Starter(sys.argv[1:], dict(os.environ), {hosts})\n"
-        f"print([one.run(starter) for _ in range({times})])"
-    )
-    words = [sys.executable, "-c", program, str(starter)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("said", "more"),
-    [("hvd_cifar: too slow", []), ("KeyError: 1", ["hvd_cifar: rank 1 ended first, with exit code 1"])],
-    ids=["own error", "none"],
-)
-def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: list[str], tmp_path: Path) -> None:
-    """The launcher takes the ranks' lines out of mpirun's output."""
-    of_rank_0 = "hvd_cifar: note: threads differ"  # says nothing about rank 1
-    tagged = f"[1,1]<stderr>:{said}\n[1,0]<stderr>:{of_rank_0}\n"
-    (tmp_path / "said").write_text(f"{tagged}{FAILED.format(code=1)}")
-    done = _starts(tmp_path / "mpirun", f"cat {tmp_path}/said >&2", ["node2", "node3"], times=1)
-    assert done.stdout == "[1]\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
-
-
-def test_more_ranks_than_memory_holds_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(devices, "available_memory", lambda **_: 100 * jobs.LEAST_BYTES_OF_A_RANK - 1)
-    assert launcher.main(["-np", "100", "train", "--dataset", "synthetic"], cli.check) == 2
-    assert "100 ranks on this host need at least 29.3 GiB" in (said := capfd.readouterr().err)
-    assert said.endswith("start at most 99 here (-np)\n") and said.count("\n") == 1
 
 
 def test_what_the_launcher_refuses_imports_no_tensorflow(tmp_path: Path) -> None:
@@ -624,16 +502,16 @@ def test_what_the_launcher_refuses_imports_no_tensorflow(tmp_path: Path) -> None
     assert said[-1] == "hvd_cifar: --virtual-shards 4: 3 ranks do not divide them; start 1, 2, 4 ranks"
 
 
-def test_a_signal_while_the_starter_starts_is_not_lost() -> None:
+def test_a_signal_while_mpirun_starts_is_not_lost() -> None:
     program = (
-        "import os, signal, subprocess\nfrom hvd_cifar.launch.job import Job, Starter\n"
+        "import os, signal, subprocess\nfrom hvd_cifar.launch import job\n"
         "class Popen(subprocess.Popen):\n"
-        "    def __init__(self, *words, **options):\n"
-        "        super().__init__(*words, **options)\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "one = Job(can_stop=False)\n"
+        "    def __init__(self, words, **options):\n"
+        "        super().__init__(words, **options)\n"
+        "        if words[0] == 'sleep': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "one = job.Job(can_stop=False)\n"
         "subprocess.Popen = Popen\n"
-        "print(one.run(Starter(['sleep', '60'], os.environ)))\n"
+        "print(one.run(job.Starter(['sleep', '60'], os.environ)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert done.stdout == f"{128 + signal.SIGTERM}\n", done.stderr

@@ -21,8 +21,8 @@ import pytest
 from hvd_cifar import cli
 from hvd_cifar.errors import RESUME
 from hvd_cifar.fields import option_name
+from hvd_cifar.launch.command import parse
 from hvd_cifar.launch.install import installer
-from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.settings import LaunchSettings
 from hvd_cifar.options import launcher_option
 from tests.options import PACE, SMALL

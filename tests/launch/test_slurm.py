@@ -1,9 +1,8 @@
-"""On a real Slurm: who is which rank under each launcher; a job that is preempted, starts again and ends as if not."""
+"""On a real Slurm: who is which rank under srun; a job that is preempted, starts again and ends as if not."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import stat
@@ -20,7 +19,6 @@ from tests.options import SMALL_NET
 from tests.ranks import CHECKOUT
 
 BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
-AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
 WHO = """
 import json, sys
@@ -29,16 +27,6 @@ with quiet_start():
     from hvd_cifar.runtime import world
 me = world.start()
 sys.stdout.write(f"RANK {json.dumps([me.rank, me.size, me.local_rank, me.local_size, me.host])}\\n")
-"""
-# The same by MPI alone, which starts sooner than TensorFlow.
-WHO_BY_MPI = """
-import json, os, socket, sys
-from hvd_cifar.runtime.environment import check_launcher, prepare_mpi
-check_launcher()
-prepare_mpi(os.environ, on_cpu=True)
-from mpi4py.MPI import COMM_TYPE_SHARED, COMM_WORLD as job
-host = job.Split_type(COMM_TYPE_SHARED)
-sys.stdout.write(f"RANK {json.dumps([job.rank, job.size, host.rank, host.size, socket.gethostname()])}\\n")
 """
 
 
@@ -56,18 +44,10 @@ def _variables(site: Slurm) -> dict[str, str]:
     return {name: jobs.variables(site.front)[name] for name in ("PATH", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL")}
 
 
-# horovodrun and mpirun outside of Slurm: test_run_sh.py here, and tests/cluster/test_launch.py.
-LAUNCHERS = {
-    "srun": ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=3"],
-    "mpirun": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, "--bind-to", "none"],
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
-    """Three ranks on two nodes, two and one, under each launcher."""
-    program = WHO if launcher == "srun" else WHO_BY_MPI
-    done = site.run([*LAUNCHERS[launcher], sys.executable, "-c", program], _variables(site))
+def test_ranks_know_who_they_are(site: Slurm) -> None:
+    """Three ranks on two nodes, two and one, under srun."""
+    words = ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=3", sys.executable, "-c", WHO]
+    done = site.run(words, _variables(site))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line.partition("RANK ")[2]) for line in done.stdout.splitlines() if "RANK " in line]
     assert sorted(found) == [[0, 3, 0, 2, "node1"], [1, 3, 1, 2, "node1"], [2, 3, 0, 1, "node2"]]

@@ -22,8 +22,8 @@ from hvd_cifar import cli
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import launcher
 from hvd_cifar.launch.cluster.hosts import is_local
+from hvd_cifar.launch.command import PYTHON, parse
 from hvd_cifar.launch.install import installer
-from hvd_cifar.launch.request import PYTHON, parse
 from tests.ranks import CHECKOUT
 
 PROGRAMS = {
@@ -145,7 +145,7 @@ def _launch(words: list[str]) -> None:
     if request.command[0] != PYTHON:
         cli.check(list(request.command))
     else:
-        launcher._check_program(request.command[1:])
+        launcher._check_program(request)
     if all(is_local(host.name) for host in request.hosts):
         assert launcher.main(["--dry-run", *words], cli.check) == 0, words
 

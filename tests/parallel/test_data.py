@@ -27,6 +27,7 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
     from hvd_cifar.errors import UserError
     from hvd_cifar.reporting import terminal
     from hvd_cifar.runtime.world import session
+    from hvd_cifar.training import sources
     from hvd_cifar.training.sources import prepare_data
 
     with session() as world:
@@ -73,7 +74,7 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
             onlooker.is_shown("progress")
             return None  # rank 1's host has no such folder
 
-        vars(terminal)["complain"] = shown.append
+        vars(sources)["complain"] = shown.append
         setattr(Folder, "locate", locate)  # noqa: B010
         return {**found, "folder, sent": of_folder(), "shown": shown.copy(), "folder, there": of_folder()}
 

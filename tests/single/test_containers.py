@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from hvd_cifar.launch.command import parse
 from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.install.everywhere import files_of
-from hvd_cifar.launch.request import parse
 from tests.ranks import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"

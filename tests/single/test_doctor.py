@@ -14,8 +14,7 @@ import pytest
 from hvd_cifar.config import make
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
-from hvd_cifar.launch.cluster.network import Card, Network
-from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.launch.cluster.network import Card, Network, Participants
 from hvd_cifar.tools.doctor import checks, command, facts, job
 from hvd_cifar.tools.doctor.checks import Finding
 from hvd_cifar.tools.doctor.facts import HostFacts, Job, Subject
@@ -190,7 +189,7 @@ def test_a_line_names_check_level_and_host_and_the_next_one_what_to_do() -> None
 
 
 def _ask(seconds: float = 60) -> Subject:
-    participants = Participants(["here"], "here", sys.executable)
+    participants = Participants(["here"], "here")
     return facts.ask((Host("here", 1),), participants, seconds)
 
 

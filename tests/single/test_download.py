@@ -198,7 +198,7 @@ def test_who_waits_for_the_lock_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     with host_files.locked(tmp_path, Onlooker(is_told=seen, is_shown=seen)):
         assert signs[:2] == [
             "a sign of life",
-            f"hvd_cifar: waiting for another process, which makes files in {tmp_path}",
+            f"waiting for another process, which makes files in {tmp_path}",
         ]
     thread.join()
 

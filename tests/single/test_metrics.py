@@ -59,7 +59,7 @@ def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd
 
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A limit on the size of files, which the system keeps: lines and TensorBoard's events fail, then wait."""
     reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
@@ -74,10 +74,10 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         reporter.evaluation(2, 0.2, TESTED)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert reporter.is_behind and "note" not in capsys.readouterr().err
+    assert reporter.is_behind and "note" not in capfd.readouterr().err
     assert not (tmp_path / "summary.json").exists()
     reporter.catch_up()
-    assert not reporter.is_behind and "nothing of it is lost" in capsys.readouterr().err
+    assert not reporter.is_behind and "nothing of it is lost" in capfd.readouterr().err
     reporter.train(3, 0.3, 1.0, 0.1, 100.0, 0.5)
     found_events = [(e["event"], e["step"]) for e in _events(tmp_path)]
     assert found_events == [("train", 1), ("train", 2), ("eval", 2), ("train", 3)]

@@ -2,86 +2,57 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.launch.cluster import network, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
-from hvd_cifar.launch.cluster.network import Card, Report, candidates
-from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-
-
-def _report(*cards: Card) -> Report:
-    return Report("x", cards)
+from hvd_cifar.launch.cluster.network import Card, Network, candidates
+from hvd_cifar.launch.output import Errors, by_rank
 
 
 def _card(name: str, address: str, speed: int = 0) -> Card:
     return Card(name, address, f"{address.rpartition('.')[0]}.0/24", speed)
 
 
-def _found(reports: dict[str, Report], resolved: dict[str, str | None] | None = None) -> list[str]:
-    return [network.subnet for network in candidates(reports, resolved or {})]
+def _found(cards: dict[str, list[Card]], named: dict[str, str] | None = None) -> list[Network]:
+    return candidates(cards, named or dict.fromkeys(cards, ""))
+
+
+def _subnets(cards: dict[str, list[Card]], named: dict[str, str] | None = None) -> list[str]:
+    return [network.subnet for network in _found(cards, named)]
 
 
 def test_a_network_has_all_hosts_under_different_addresses() -> None:
     bridge = _card("docker0", "172.17.0.1")
-    a = _report(bridge, _card("eth0", "10.0.0.1"), _card("wlan0", "192.168.1.5"))
-    b = _report(bridge, _card("ens3", "10.0.0.2"))
-    assert _found({"a": a, "b": b}) == ["10.0.0.0/24"]
-    found = candidates({"a": a, "b": b}, {})[0]
-    assert found.card_names == ["ens3", "eth0"]
+    a = [bridge, _card("eth0", "10.0.0.1"), _card("wlan0", "192.168.1.5")]
+    (found,) = _found({"a": a, "b": [bridge, _card("ens3", "10.0.0.2")]})
+    assert (found.subnet, found.card_names) == ("10.0.0.0/24", ["ens3", "eth0"])
     assert found.cards["b"].address == "10.0.0.2"
-    assert _found({"a": a, "b": _report(bridge)}) == []
+    assert _found({"a": a, "b": []}) == []
 
 
 def test_the_faster_network_comes_first_then_the_named_one() -> None:
-    a = _report(_card("eth0", "10.0.0.1", 1000), _card("ib0", "10.1.0.1", 100_000))
-    b = _report(_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100_000))
-    assert _found({"a": a, "b": b}) == ["10.1.0.0/24", "10.0.0.0/24"]
-    slow = _report(_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100))
-    assert _found({"a": a, "b": slow}) == ["10.0.0.0/24", "10.1.0.0/24"]  # as fast as its slowest card
-    a = _report(_card("eth0", "10.0.0.1"), _card("eth1", "10.1.0.1"))
-    b = _report(_card("eth0", "10.0.0.2"), _card("eth1", "10.1.0.2"))
-    assert _found({"a": a, "b": b}, {"a": "10.1.0.1", "b": "10.1.0.2"}) == ["10.1.0.0/24", "10.0.0.0/24"]
-    assert _found({"a": a, "b": b}, {"a": "10.0.0.1", "b": "10.0.0.2"}) == ["10.0.0.0/24", "10.1.0.0/24"]
+    a = [_card("eth0", "10.0.0.1", 1000), _card("ib0", "10.1.0.1", 100_000)]
+    b = [_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100_000)]
+    assert _subnets({"a": a, "b": b}) == ["10.1.0.0/24", "10.0.0.0/24"]
+    slow = [_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100)]
+    assert _subnets({"a": a, "b": slow}) == ["10.0.0.0/24", "10.1.0.0/24"]  # as fast as its slowest card
+    a, b = ([_card("eth0", f"10.0.0.{n}"), _card("eth1", f"10.1.0.{n}")] for n in (1, 2))
+    assert _subnets({"a": a, "b": b}, {"a": "", "b": "10.1.0.2"}) == ["10.1.0.0/24", "10.0.0.0/24"]
+    assert _subnets({"a": a, "b": b}, {"a": "", "b": "10.0.0.2"}) == ["10.0.0.0/24", "10.1.0.0/24"]
 
 
-def test_hosts_on_different_subnets_meet_at_the_addresses_of_their_names() -> None:
-    reports = {"a": _report(_card("eth0", "10.0.0.1")), "b": _report(_card("eth0", "10.0.1.1"))}
-    assert _found(reports, {"a": "10.0.0.1", "b": "10.0.1.1"}) == ["10.0.0.0/24,10.0.1.0/24"]
-    assert _found(reports, {"a": "10.0.0.1", "b": None}) == []
+def test_routers_join_hosts_on_different_subnets() -> None:
+    cards = {"a": [_card("eth0", "10.0.0.1")], "b": [_card("eth0", "10.0.1.1"), _card("ib0", "10.9.0.1", 9)]}
+    assert _subnets(cards, {"a": "", "b": "10.0.1.1"}) == ["10.0.0.0/24,10.0.1.0/24"]
+    assert _subnets(cards) == ["10.0.0.0/24,10.9.0.0/24"]
 
 
-def test_this_machine_has_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own name may stand for a loopback address, and localhost does."""
-    known = {"here": "127.0.1.1", "localhost": "127.0.0.1", "there": "192.0.2.7", "b": "10.0.1.1"}
-    monkeypatch.setattr(socket, "gethostbyname", known.__getitem__)
-    monkeypatch.setattr(network, "_own_address", lambda other: "10.0.0.1" if other == "192.0.2.7" else None)
-    assert network.addresses(["here", "there", "b"]) == {"here": "10.0.0.1", "there": "192.0.2.7", "b": "10.0.1.1"}
-    assert network.addresses(["localhost", "there"])["localhost"] == "10.0.0.1"
-    assert network.addresses(["localhost", "b"])["localhost"] == "127.0.0.1"  # no route
-
-
-def test_the_address_from_which_another_is_reached() -> None:
-    assert network._own_address("127.0.0.5") == "127.0.0.1"
-    assert network._own_address("255.255.255.255") is None
-
-
-@pytest.mark.parametrize(
-    ("pairs", "out"),
-    [
-        (["ab", "ba", "cb", "bc", "db"], ["b"]),
-        (["ea", "eb", "ec", "ed", "de", "fa", "fb", "fc", "fd", "fe"], ["e", "f"]),
-        (["ab", "ac"], ["c", "b"]),  # of this host all others
-        ([], []),
-    ],
-)
-def test_the_hosts_without_which_all_others_connect(pairs: list[str], out: list[str]) -> None:
-    faults = [network.NoWay(one, other, _card("eth0", "10.0.0.1")) for one, other in map(tuple, pairs)]
-    assert network.unusable(faults, here="a") == out
+@pytest.mark.parametrize(("pairs", "worst"), [("ab ba cb bc db", "b"), ("ea eb ec ed de fa", "e"), ("ab ac", "c")])
+def test_the_host_that_cannot_be_reached(pairs: str, worst: str) -> None:
+    assert network.worst_host([(pair[0], pair[1]) for pair in pairs.split()], here="a") == worst
 
 
 def test_hosts_of_ranks_and_local_ones() -> None:
@@ -90,7 +61,7 @@ def test_hosts_of_ranks_and_local_ones() -> None:
     assert is_local("localhost") and is_local("127.0.0.1")
     assert not is_local("192.0.2.1") and not is_local("no-such-host.invalid")
     for no_name in ("a..b", "a" * 64):  # which Python's resolver refuses in another way
-        assert not is_local(no_name) and network._resolve(no_name) is None
+        assert not is_local(no_name)
 
 
 def test_a_command_reaches_the_program_over_ssh_word_for_word() -> None:
@@ -132,16 +103,9 @@ def test_tagged_output_is_told_apart_however_it_is_cut(cuts: list[int]) -> None:
     }
 
 
-PERCENT = [b"rank 0 on a: 1%\r", b"rank 0 on a: 2%\r"]
-
-
 def test_lines_get_their_rank_and_host_in_front() -> None:
-    lines = NamedLines(["a", "b"])
-    assert lines.add(1, b"half ") == b""
-    assert lines.add(0, b"whole\nhvd_cifar: for all\n") == b"rank 0 on a: whole\nhvd_cifar: for all\n"
-    assert lines.add(1, b"a line\nhvd_cifar: mine\nre") == b"rank 1 on b: half a line\nrank 1 on b: hvd_cifar: mine\n"
-    assert lines.rest() == b"rank 1 on b: re\n"
-    # A progress bar is shown while it is drawn.
-    lines = NamedLines(["a"])
-    assert [lines.add(0, piece) for piece in (b"\r1%", b"\r2%", b"\r3%")] == [b"rank 0 on a: \r", *PERCENT]
-    assert lines.add(0, b"\r") == b"" and lines.add(0, b"\nend\n") == b"rank 0 on a: 3%\r\nrank 0 on a: end\n"
+    said = b"[1,1]<stderr>:half [1,0]<stderr>:whole\n[1,0]<stderr>:hvd_cifar: for all\n[1,1]<stderr>:a line\n"
+    said += b"[1,1]<stderr>:hvd_cifar: mine\n[1,0]<stderr>:1%\r[1,0]<stderr>:2%\r[1,1]<stderr>:re"
+    shown = b"rank 0 on a: whole\nhvd_cifar: for all\nrank 1 on b: half a line\nrank 1 on b: hvd_cifar: mine\n"
+    bar = b"rank 0 on a: 1%\r"  # a progress bar is shown while it is drawn
+    assert b"".join(Errors(["a", "b"]).shown([said])) == shown + bar + b"rank 0 on a: 2%\r\nrank 1 on b: re\n"

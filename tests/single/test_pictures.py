@@ -245,7 +245,7 @@ def test_a_tenth_is_held_out_where_there_is_no_test(folder: Path, tmp_path: Path
     assert np.bincount(dataset.train.labels).tolist() == [count - -(-count // 10)] * 4
     total = 4 * -(-count // 10)
     assert said == [
-        f"hvd_cifar: note: --dataset folder:{folder}: it has no test/: {total} of {4 * count} images, a tenth of each "
+        f"note: --dataset folder:{folder}: it has no test/: {total} of {4 * count} images, a tenth of each "
         "class, are the test set"
     ]
     copy = tmp_path / "shapes"

@@ -9,11 +9,12 @@ import pytest
 
 PROGRAM = """
 import os, subprocess, sys
+from hvd_cifar.files import complain
 from hvd_cifar.reporting import terminal
 terminal.open_streams()
 for number in range(200):
     terminal.say("a r\\u00fcn \\udcff")
-terminal.complain("done")
+complain("done")
 child = subprocess.run([sys.executable, "-c", "import os; [os.fstat(n) for n in (0, 1, 2)]"])
 os._exit(7 if child.returncode == 0 and not terminal.is_watched() else 1)
 """

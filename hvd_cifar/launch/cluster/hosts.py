@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, printable
 from hvd_cifar.launch.cluster import ssh
 
 MOST_RANKS_BY_DEFAULT = 8
-MOST_BYTES = 1 << 20  # of a hostfile: enough for 20,000 hosts
+MOST_BYTES = 1 << 24  # that are read of a hostfile: it may be a device without an end
 MOST_SHOWN = 80  # characters of a wrong line in an error message
 
 
@@ -31,15 +31,10 @@ class Host:
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts from a text such as a:4,b:4; a host without a number has one slot. Raises UserError."""
-    hosts = []
     where = f"-H {_shown(text)}"
-    for part in text.split(","):
-        name, colon, slots = part.strip().partition(":")
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UserError(f"{where}: '{_shown(part)}' is not a host; write NAME:SLOTS, separated by commas")
-        hosts.append(Host(name, count(slots, f"{where}: slots of {_shown(name)}") if colon else 1))
-    _check_each_is_there_once([host.name for host in hosts], where)
-    return tuple(hosts)
+    found = [_read_line(part.strip(), where, "NAME:SLOTS") for part in text.split(",")]
+    _check_each_is_there_once([name for name, _ in found], where)
+    return tuple(Host(name, slots or 1) for name, slots in found)
 
 
 def read_hostfile(path: Path, counts_cores: bool = True) -> tuple[Host, ...]:
@@ -53,29 +48,24 @@ def read_hostfile(path: Path, counts_cores: bool = True) -> tuple[Host, ...]:
         path: of the file.
         counts_cores: whether such hosts are asked for their cores; else each line is a slot.
     """
+    where = f"--hostfile {path}"
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        lines = data.decode("utf-8-sig").splitlines()
+            lines = file.read(MOST_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"--hostfile {path}: {reason}; give a file with a line NAME slots=N for each host") from None
-    if len(data) > MOST_BYTES:
-        raise UserError(f"--hostfile {path}: it has more than {MOST_BYTES:,} bytes; give a file of hosts")
+        raise UserError(f"{where}: {reason}; give a file with a line NAME slots=N for each host") from None
+    texts = {number: re.split("#|//", line)[0].strip() for number, line in enumerate(lines, 1)}
+    found = [_read_line(text, f"{where} line {n}", "NAME slots=N, NAME:N or NAME") for n, text in texts.items() if text]
+    if not found:
+        raise UserError(f"{where} names no host; write a line NAME slots=N for each")
+    _check_each_is_there_once([name for name, said in found if said], where)
     slots: dict[str, int] = {}
-    counted: list[str] = []  # names whose line says how many slots there are
-    for number, line in enumerate(lines, 1):
-        text = re.split("#|//", line)[0].strip()
-        if text:
-            name, said = _read_line(text, f"--hostfile {path} line {number}")
-            slots[name] = slots.get(name, 0) + (said or 1)
-            counted += [name] * bool(said)
-    if not slots:
-        raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
-    _check_each_is_there_once(counted, f"--hostfile {path}")
-    alone = [name for name in slots if name not in counted]
-    is_of_pbs = str(path) == os.environ.get("PBS_NODEFILE") or any(slots[name] > 1 for name in alone)
-    if counts_cores and alone and not is_of_pbs:
+    for name, said in found:
+        slots[name] = slots.get(name, 0) + (said or 1)
+    alone = [name for name, said in found if said is None]
+    is_of_pbs = str(path) == os.environ.get("PBS_NODEFILE") or len(set(alone)) < len(alone)
+    if counts_cores and not is_of_pbs:
         with ThreadPoolExecutor() as pool:
             slots |= zip(alone, pool.map(_cores_of, alone), strict=True)
     return tuple(Host(name, number) for name, number in slots.items())
@@ -94,29 +84,24 @@ def _cores_of(name: str) -> int:
         ) from None
 
 
-def _read_line(text: str, where: str) -> tuple[str, int | None]:
-    """A host's name, and its slots if the line has a number of them."""
+def _read_line(text: str, where: str, form: str) -> tuple[str, int | None]:
+    """A host's name, and its slots if the line has a number of them. `form`: what the line should be like."""
     match = re.fullmatch(r"(\w[\w.-]*)(?::(\S+))?((?:\s+[\w-]+\s*=\s*\S+)*)", text)
     given = dict(re.findall(r"([\w-]+)\s*=\s*(\S+)", match[3])) if match else {}
     most = given.pop("max_slots", None) or given.pop("max-slots", None)
     number = given.pop("slots", None) or given.pop("cpu", None) or given.pop("count", None) or most
     if not match or given or (match[2] and number):
         user = "; its user's name goes into ~/.ssh/config" if re.match(r"\S+@", text) else ""
-        raise UserError(f"{where}: '{_shown(text)}' is not NAME slots=N, NAME:N or NAME{user}; correct it")
+        raise UserError(f"{where}: '{_shown(text)}' is not {form}{user}; correct it")
     number = number or match[2]
-    return match[1], None if number is None else count(number, f"{where}: slots")
-
-
-def count(text: str, what: str, least: int = 1) -> int:
-    """The text as a whole number of at least `least`. Raises UserError, whose message begins with `what`."""
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        raise UserError(f"{what}: expected a whole number of at least {least}, got '{_shown(text)}'")
-    return int(text)
+    if number and not re.fullmatch("[1-9][0-9]{0,5}", number):
+        raise UserError(f"{where}: slots of {_shown(match[1])}: expected a whole number, got '{_shown(number)}'")
+    return match[1], int(number) if number else None
 
 
 def _shown(text: str) -> str:
     """The text on one line, at most `MOST_SHOWN` characters."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    shown = printable(text)
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 

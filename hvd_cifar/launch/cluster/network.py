@@ -7,21 +7,121 @@ hosts. It also hangs where a card has the same address on every host, as a conta
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket
+import json
+import shlex
+import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.program import Participants, Program
-from hvd_cifar.runtime import devices
+from hvd_cifar.launch.cluster import ssh
 
 PROBE = Path(__file__).with_name("probe.py")
 SECONDS_TO_ANSWER = 60.0
+LATE = 124  # the exit code of `timeout`
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The hosts that take part in a job.
+
+    hosts: their names. here: that of this machine. way: how to run commands on the others, the module `ssh` or `slurm`.
+    """
+
+    hosts: Sequence[str]
+    here: str
+    way: ModuleType = ssh
+
+
+class Program:
+    """A program that runs on one host. The caller must `end` it; on the host it ends when its input is closed."""
+
+    def __init__(self, participants: Participants, host: str, text: str, seconds: float) -> None:
+        """Start the program `text` on `host`, by this Python's path, for at most `seconds`.
+
+        Raises UserError where ssh or srun cannot start here.
+        """
+        self.host, self.way, self._seconds = host, participants.way, seconds
+        # The empty line ends what a login shell may have printed without one, such as a terminal's title.
+        words = [sys.executable, "-I", "-c", f"print()\n{text}"]
+        command = words if host == participants.here else self.way.words(host, words)
+        if not shutil.which(command[0]):
+            raise UserError(ssh.NO_SSH if command[0] == "ssh" else f"there is no {command[0]} here")
+        pipe, command = subprocess.PIPE, ["timeout", str(seconds), *command]
+        # In a session of its own: Ctrl-C reaches only the launcher, which ends this program.
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def say(self, value: Any) -> None:
+        """Send a line; no error if the program has ended."""
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{json.dumps(value)}\n".encode())
+            self.process.stdin.flush()
+
+    def hear(self, start: bytes) -> Any:
+        """The next line that begins with `start`, as JSON; None: the program has ended. Skips a login shell's text."""
+        assert self.process.stdout
+        line = next((line for line in self.process.stdout if line.startswith(start)), b"")
+        try:
+            return json.loads(line)
+        except ValueError:
+            return None
+
+    def why(self) -> tuple[str, str]:
+        """What is wrong with a host that does not answer, and what to do. Waits for the program's end."""
+        assert self.process.stderr
+        complaint, code = self.process.stderr.read().decode(errors="replace"), self.process.wait()
+        if code == LATE:
+            return f"{self.host} does not answer within {self._seconds:g} s", f"what is it busy with? ssh {self.host}"
+        if code == self.way.FAILED:
+            what, remedy = self.way.diagnose(self.host, complaint)
+            return what, remedy
+        what = f"{self.host} has no environment like this one ({shlex.quote(sys.executable)})"
+        return what, "./run.sh setup --hostfile FILE makes it on every host"
+
+    def end(self) -> None:
+        """End the program on the host, and ssh or srun here."""
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.terminate()
+        self.process.wait()
+        # Only now: a thread that waits for a line locks its stream until the program ends.
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def running(
+    participants: Participants, text: str, seconds: float, question: Callable[[str], Any] = lambda host: None
+) -> Iterator[tuple[dict[str, Program], dict[str, Any], dict[str, tuple[str, str]]]]:
+    """Run a program on all hosts at once during the block, and ask each a question, a line of JSON.
+
+    Yields the programs and answers of the hosts that answer, and of each other host what is wrong and what to do.
+    """
+    programs: dict[str, Program] = {}
+
+    def ask(host: str) -> tuple[Any, tuple[str, str]]:
+        programs[host].say(question(host))
+        answer = programs[host].hear(b"{")
+        return answer, ("", "") if answer is not None else programs[host].why()
+
+    # The programs end inside the pool's block: its threads wait for them, and the pool for its threads.
+    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool, contextlib.ExitStack() as stack:
+        for host in participants.hosts:
+            programs[host] = Program(participants, host, text, seconds)
+            stack.callback(programs[host].end)
+        found = dict(zip(programs, pool.map(ask, programs), strict=True))
+        answers = {host: answer for host, (answer, _) in found.items() if answer is not None}
+        silent = {host: why for host, (answer, why) in found.items() if answer is None}
+        yield {host: programs[host] for host in answers}, answers, silent
 
 
 class Unreachable(UserError):
@@ -43,20 +143,6 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a host reports of itself.
-
-    ports: that it listens at for the connection test: one that the system chooses, then one as MPI's ranks do.
-    gpus: number of GPUs that a process sees there.
-    """
-
-    hostname: str
-    cards: tuple[Card, ...]
-    ports: tuple[int, ...] = ()
-    gpus: int = 0
-
-
-@dataclass(frozen=True)
 class Network:
     """A network that joins all hosts: its subnet, such as 10.0.0.0/24, and each host's card on it.
 
@@ -72,192 +158,84 @@ class Network:
         return sorted({card.name for card in self.cards.values()})
 
 
-def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]) -> list[Network]:
-    """The networks that may join all hosts, the best one first.
-
-    A network is a subnet on which every host has a different address. Faster subnets come first; among equally fast
-    ones, those of the addresses that the hosts' names resolve to. Where no subnet has all hosts, the network consists
-    of the cards to whose addresses the names resolve.
-
-    Args:
-        reports: of each host.
-        resolved: the address to which this machine resolves each host's name; None: unknown name.
-    """
-    subnets = {card.subnet for report in reports.values() for card in report.cards}
-    found = []
-    for subnet in subnets:
-        cards = {
-            host: next((card for card in report.cards if card.subnet == subnet), None)
-            for host, report in reports.items()
-        }
-        there = {host: card for host, card in cards.items() if card is not None}
-        if len({card.address for card in there.values()}) == len(reports):
-            found.append(Network(subnet, there))
-
-    def rank(network: Network) -> tuple[Any, ...]:
-        named = sum(card.address == resolved.get(host) for host, card in network.cards.items())
-        return -min(card.speed for card in network.cards.values()), -named, network.subnet
-
-    if found:
-        return sorted(found, key=rank)
-    named_cards = {
-        host: next((card for card in report.cards if card.address == resolved.get(host)), None)
-        for host, report in reports.items()
-    }
-    routed = {host: card for host, card in named_cards.items() if card is not None}
-    if len(routed) < len(reports):
-        return []
-    return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
-
-
-def find_network(participants: Participants) -> tuple[Network, dict[str, Report]]:
-    """The network of a job, on which each host has connected to every other one, and the hosts' reports.
+def find_network(participants: Participants) -> Network:
+    """The network of a job, on which each host has connected to every other one.
 
     Raises:
         Unreachable: a host cannot be reached, has no environment, or cannot reach another host.
         UserError: the hosts have no network in common.
     """
-    with asked(participants) as (probes, silent):
+    with running(participants, PROBE.read_text(), SECONDS_TO_ANSWER) as (programs, answers, silent):
         if silent:
             raise Unreachable("; ".join(": ".join(filter(None, fault)) for fault in silent.values()), list(silent))
-        reports = {host: probe.report for host, probe in probes.items()}
-        resolved = addresses(reports)
-        found = candidates(reports, resolved)
+        cards = {host: [Card(**card) for card in answer["cards"]] for host, answer in answers.items()}
+        found = candidates(cards, {host: answer["named"] for host, answer in answers.items()})
         if not found:
-            cards = "; ".join(
-                f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
-                for host, report in reports.items()
+            named = (
+                f"{host}: {', '.join(f'{c.name} {c.subnet}' for c in has) or 'none'}" for host, has in cards.items()
             )
             raise UserError(
-                f"the hosts have no network in common ({cards}): connect them to one, or name them by the addresses "
-                "of cards between which routers forward"
+                f"the hosts have no network in common ({'; '.join(named)}): connect them to one, or name them by the "
+                "addresses of cards between which routers forward"
             )
-        faults = try_out(found, probes)
+        faults = _try_out(found, programs, {host: answer["ports"] for host, answer in answers.items()})
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         fewest = min(faults, key=len)
-        out = unusable(fewest, participants.here)
-        way = next(way for way in fewest if out[0] in (way.here, way.there))
-        others = f", and {len(out) - 1} more hosts have such faults" if len(out) > 1 else ""
-        raise Unreachable(f"{way}{others}: check cables and firewalls, which must let all ports through", out)
-    return works, reports
+        worst = worst_host(fewest, participants.here)
+        way = next(text for ends, text in fewest.items() if worst in ends)
+        raise Unreachable(f"{way}: check cables and firewalls, which must let all ports through", [worst])
+    return works
 
 
-def unusable(faults: Sequence[NoWay], here: str) -> list[str]:
-    """The hosts without which all others can connect to each other, those with the most faults first.
+def candidates(cards: Mapping[str, Sequence[Card]], named: Mapping[str, str]) -> list[Network]:
+    """The networks that may join all hosts, the best one first.
 
-    This host, `here`, is none of them: it starts the ranks.
+    A network is a subnet on which every host has a different address. Faster subnets come first; among equally fast
+    ones, those by which the hosts are named. Where no subnet has all hosts, routers may join the cards by which they
+    are named, or else their fastest ones.
+
+    `named`: the address to which each host's name leads; "": unknown.
     """
-    out: list[str] = []
-    while counts := Counter(
-        host for way in faults if not {way.here, way.there} & {*out} for host in (way.here, way.there) if host != here
-    ):
-        out.append(max(counts, key=lambda host: (counts[host], host)))
-    return out
+    found = []
+    for subnet in {card.subnet for has in cards.values() for card in has}:
+        there = {host: card for host, has in cards.items() for card in reversed(has) if card.subnet == subnet}
+        if len({card.address for card in there.values()}) == len(cards):
+            found.append(Network(subnet, there))
+
+    def rank(network: Network) -> tuple[int, int, str]:
+        of_names = sum(card.address == named[host] for host, card in network.cards.items())
+        return -min(card.speed for card in network.cards.values()), -of_names, network.subnet
+
+    if found or not all(cards.values()):
+        return sorted(found, key=rank)
+    routed = {host: max(has, key=lambda card: (card.address == named[host], card.speed)) for host, has in cards.items()}
+    return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-class Probe(Program):
-    """The program `probe.py`, running on one host."""
-
-    def __init__(self, participants: Participants, host: str) -> None:
-        super().__init__(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
-        self.report = Report("", ())
-
-    def listen(self) -> tuple[str, str] | None:
-        """Wait for the host's report. If none comes, return what is wrong with the host, and what to do."""
-        if (said := self.hear(b"{")) is None:
-            return self.why()
-        cards = tuple(Card(**card) for card in said["cards"])
-        gpus = len(devices.visible_gpus(said["nvidia_smi"], said["variables"]))
-        self.report = Report(said["hostname"], cards, tuple(said["ports"]), gpus)
-        return None
-
-    def ask(self, targets: list[tuple[str, int]]) -> list[bool]:
-        """For each address and port, whether the host can connect to it. To be called once."""
-        self.say(targets)
-        return self.hear(b"[") or [False] * len(targets)
+def worst_host(faults: Iterable[tuple[str, str]], here: str) -> str:
+    """The host at an end of most of the ways that fail, but not this one, which starts the ranks."""
+    counts = Counter(host for ends in faults for host in ends if host != here)
+    return max(counts, key=lambda host: (counts[host], host))
 
 
-@contextlib.contextmanager
-def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
-    """Probe all hosts at once. Yields the probes of hosts that report; of others, what is wrong and what to do."""
-    probes: dict[str, Probe] = {}
-    # The programs end inside the pool's block: its threads wait for them, and the pool for its threads.
-    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool, contextlib.ExitStack() as programs:
-        for host in participants.hosts:
-            probes[host] = Probe(participants, host)
-            programs.callback(probes[host].end)
-        answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
-        silent = {host: fault for host, fault in answers.items() if fault is not None}
-        yield {host: probe for host, probe in probes.items() if host not in silent}, silent
-
-
-@dataclass(frozen=True)
-class NoWay:
-    """One host cannot connect to another one at a card's address: at one port, or at any."""
-
-    here: str
-    there: str
-    card: Card
-    port: int | None = None  # None: at any port
-
-    def __str__(self) -> str:
-        port = f", port {self.port}" if self.port else ""
-        return (
-            f"{self.here} cannot reach {self.there} at {self.card.address}{port} ({self.card.name}, {self.card.subnet})"
-        )
-
-
-def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[list[NoWay]]:
-    """Test the networks: every host connects to every other one. Return the connections that fail on each network."""
-    ways = [(number, there) for number in range(len(networks)) for there in probes]
-    ports = {host: probe.report.ports for host, probe in probes.items()}
+def _try_out(
+    networks: Sequence[Network], programs: Mapping[str, Program], ports: Mapping[str, Sequence[int]]
+) -> list[dict[tuple[str, str], str]]:
+    """Test the networks: every host connects to every other one. Return the ways that fail on each, in words too."""
+    ways = [(network.cards[there], there, port) for network in networks for there in programs for port in ports[there]]
 
     def reached_from(here: str) -> list[bool]:
-        return probes[here].ask(
-            [(networks[number].cards[there].address, port) for number, there in ways for port in ports[there]]
-        )
+        programs[here].say([(card.address, port) for card, _, port in ways])
+        return programs[here].hear(b"[") or [False] * len(ways)
 
-    with ThreadPoolExecutor(max_workers=len(probes)) as pool:
-        answers = dict(zip(probes, pool.map(reached_from, probes), strict=True))
-    faults: list[list[NoWay]] = [[] for _ in networks]
+    with ThreadPoolExecutor(max_workers=len(programs)) as pool:
+        answers = dict(zip(programs, pool.map(reached_from, programs), strict=True))
+    faults: list[dict[tuple[str, str], str]] = [{} for _ in networks]
     for here, reached in answers.items():
-        left = iter(reached)
-        for number, there in ways:
-            closed = [port for port in ports[there] if not next(left)]
-            if closed:
-                port = closed[0] if len(closed) < len(ports[there]) else None
-                faults[number].append(NoWay(here, there, networks[number].cards[there], port))
+        for (card, there, port), is_open in zip(ways, reached, strict=True):
+            for network, closed in zip(networks, faults, strict=True):
+                if not is_open and network.cards[there] == card:
+                    where = f"{card.address}, port {port} ({card.name}, {card.subnet})"
+                    closed[here, there] = f"{here} cannot reach {there} at {where}"
     return faults
-
-
-def addresses(hosts: Iterable[str]) -> dict[str, str | None]:
-    """The address to which this machine resolves each host's name; None: unknown name.
-
-    This machine's own name may stand for a loopback address, as on Debian, and localhost does. It then has the address
-    from which this machine reaches another host.
-    """
-    found = {host: _resolve(host) for host in hosts}
-    others = [address for address in found.values() if address and not _is_loopback(address)]
-    own = _own_address(others[0]) if others else None
-    return {host: own if address and own and _is_loopback(address) else address for host, address in found.items()}
-
-
-def _resolve(host: str) -> str | None:
-    try:
-        return socket.gethostbyname(host)
-    except (OSError, UnicodeError):  # a label is empty, or has over 63 characters
-        return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _own_address(other: str) -> str | None:
-    """The address from which this machine reaches another one; None: there is no route. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))
-        own: str = probe.getsockname()[0]
-        return own
-    return None

@@ -1,15 +1,14 @@
-"""A program that the launcher sends to each host: it reports on the host, and tests connections to the others.
+"""A program that the launcher sends to each host, to find the network between them.
 
-It writes a line of JSON (host name, network cards, GPUs, the ports that it listens at), reads one (addresses and
-ports), and writes to which of them it could connect. It ends when its input is closed. It imports nothing of this
-package, since the host may have another version.
+It reads a line, and writes one of JSON: the host's network cards, the ports that it listens at, and at which address
+ssh reached it. It reads addresses and ports, and writes to which of them it could connect. It ends when its input is
+closed. It imports nothing of this package, since the host may have another version.
 """
 
 import ipaddress
 import json
 import os
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,24 +54,14 @@ def listeners() -> "list[socket.socket]":
     return found
 
 
-def list_gpus() -> str:
-    """The output of `nvidia-smi -L`, or "" where it cannot run. The launcher counts the GPUs."""
-    try:
-        words, nothing = ["nvidia-smi", "-L"], subprocess.DEVNULL
-        return subprocess.run(words, stdin=nothing, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def main() -> None:
     """Report, and test connections; see the module."""
+    sys.stdin.readline()  # asks for the report
     listening = listeners()
     report = {
-        "hostname": socket.gethostname(),
         "cards": cards(),
         "ports": [listener.getsockname()[1] for listener in listening],
-        "nvidia_smi": list_gpus(),
-        "variables": {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"},
+        "named": " ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),  # this end of the connection
     }
     print(json.dumps(report), flush=True)
     asked = sys.stdin.readline()

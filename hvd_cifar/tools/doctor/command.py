@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.files import complain
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, read_hostfile
-from hvd_cifar.launch.cluster.program import Participants, Way
-from hvd_cifar.launch.here import ranks_of
+from hvd_cifar.launch.cluster.network import Participants
+from hvd_cifar.launch.command import ranks_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import checks, facts, job
@@ -43,9 +44,9 @@ def examine(settings: DoctorSettings) -> None:
     names = [host.name for host in hosts]
     here = next((name for name in names if is_local(name)), socket.gethostname())
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part even if it has no rank
-    way: Way = slurm if nodes else ssh
+    way = slurm if nodes else ssh
     _tell(f"asking {counted(len(everyone), 'host')} ...")
-    participants = Participants(everyone, here, sys.executable, way)
+    participants = Participants(everyone, here, way)
     subject = facts.ask(hosts, participants, settings.probe_timeout)
     if not any(one.level == "failure" for one in checks.findings(subject, checks.OF_HOSTS)):
         subject = replace(subject, job=_run_job(subject, settings, bool(nodes)))
@@ -107,7 +108,7 @@ def _run_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Job:
 def _tell(text: str) -> None:
     """Print progress, if stderr is a terminal."""
     if sys.stderr.isatty():
-        terminal.complain(text)
+        complain(text)
 
 
 def as_text(found: Sequence[Finding]) -> str:

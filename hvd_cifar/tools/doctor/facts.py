@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hvd_cifar.launch.cluster.hosts import Host
-from hvd_cifar.launch.cluster.network import Network, Unreachable, find_network
-from hvd_cifar.launch.cluster.program import Participants, Program
+from hvd_cifar.launch.cluster.network import Network, Participants, Unreachable, find_network, running
 from hvd_cifar.runtime import devices
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -95,28 +92,17 @@ def ask(hosts: tuple[Host, ...], participants: Participants, seconds: float) -> 
         seconds: the time limit for a host's facts.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names, text, programs = participants.hosts, PROBE.read_text(), list[Program]()
 
-    def listen(program: Program) -> HostFacts | tuple[str, str]:
+    def question(host: str) -> dict[str, str | None]:
         # Variables of this machine count here alone; but where they hide all GPUs, they do so on all hosts.
-        counts = devices.hides_all(chosen) or program.host == participants.here
-        program.say({"visible_gpus": chosen if counts else None})
-        found: dict[str, Any] | None = program.hear(b"{")
-        return program.why() if found is None else HostFacts(**found)
+        return {"visible_gpus": chosen if devices.hides_all(chosen) or host == participants.here else None}
 
-    with ThreadPoolExecutor(max_workers=len(names)) as pool:
-        try:
-            programs += [Program(participants, name, text, seconds) for name in names]
-            answers = dict(zip(names, pool.map(listen, programs), strict=True))
-        finally:  # The pool's exit waits for its threads, which wait for the programs: end these first.
-            for program in programs:
-                program.end()
-    facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
-    silent = {name: answer for name, answer in answers.items() if not isinstance(answer, HostFacts)}
+    with running(participants, PROBE.read_text(), seconds, question) as (_, answers, silent):
+        facts = {host: HostFacts(**answer) for host, answer in answers.items()}
     subject = Subject(hosts, participants.here, facts, silent)
     if len(facts) < 2:
         return subject
     try:
-        return replace(subject, network=find_network(replace(participants, hosts=list(facts)))[0])
+        return replace(subject, network=find_network(replace(participants, hosts=list(facts))))
     except Unreachable as failure:
         return replace(subject, no_network=str(failure))
