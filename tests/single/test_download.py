@@ -167,7 +167,7 @@ def test_progress_is_shown(bring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
     shown: list[str] = []
     bring(Onlooker(is_shown=shown.append))
-    pattern = r"hvd_cifar: downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
+    pattern = r"downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
     assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown)
 
 

@@ -348,5 +348,5 @@ def test_progress_is_shown_in_lines(birds: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
     shown: list[str] = []
     _prepare(birds, Onlooker(is_shown=shown.append))
-    pattern = r"hvd_cifar: decoding birds: (\d+) of 18 images, [\d,]+ a second, \d+ s left"
+    pattern = r"decoding birds: (\d+) of 18 images, [\d,]+ a second, \d+ s left"
     assert [int(found[1]) for line in shown if (found := re.fullmatch(pattern, line))] == [3, 6, 9, 12, 15, 18]
