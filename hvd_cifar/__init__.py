@@ -17,67 +17,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_cifar.api import evaluate, train
-    from hvd_cifar.data.augment import Transforms
-    from hvd_cifar.data.dataset import Dataset
-    from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, broadcast_variables
-    from hvd_cifar.errors import TrainingError, UserError
-    from hvd_cifar.models.recipe import Batch, Recipe
-    from hvd_cifar.optim.schedules import Staircase, ToZero, cosine
-    from hvd_cifar.training.callbacks import Callback, Run, StepObserver
-    from hvd_cifar.training.evaluate import Evaluation
-    from hvd_cifar.training.progress import Progress
-    from hvd_cifar.training.ranks import Ranks
-    from hvd_cifar.training.state import TrainState
+    from hvd_cifar.api import evaluate as evaluate
+    from hvd_cifar.api import train as train
+    from hvd_cifar.data.augment import Transforms as Transforms
+    from hvd_cifar.data.dataset import Dataset as Dataset
+    from hvd_cifar.distributed import DistributedOptimizer as DistributedOptimizer
+    from hvd_cifar.distributed import SyncBatchNormalization as SyncBatchNormalization
+    from hvd_cifar.distributed import broadcast_variables as broadcast_variables
+    from hvd_cifar.errors import TrainingError as TrainingError
+    from hvd_cifar.errors import UserError as UserError
+    from hvd_cifar.models.recipe import Batch as Batch
+    from hvd_cifar.models.recipe import Recipe as Recipe
+    from hvd_cifar.optim.schedules import Staircase as Staircase
+    from hvd_cifar.optim.schedules import ToZero as ToZero
+    from hvd_cifar.optim.schedules import cosine as cosine
+    from hvd_cifar.training.callbacks import Callback as Callback
+    from hvd_cifar.training.callbacks import Run as Run
+    from hvd_cifar.training.callbacks import StepObserver as StepObserver
+    from hvd_cifar.training.evaluate import Evaluation as Evaluation
+    from hvd_cifar.training.progress import Progress as Progress
+    from hvd_cifar.training.ranks import Ranks as Ranks
+    from hvd_cifar.training.state import TrainState as TrainState
 
 __version__ = "0.3.0"  # CHANGELOG.md says what a number means
-__all__ = [
-    "Batch",
-    "Callback",
-    "Dataset",
-    "DistributedOptimizer",
-    "Evaluation",
-    "Progress",
-    "Ranks",
-    "Recipe",
-    "Run",
-    "Staircase",
-    "StepObserver",
-    "SyncBatchNormalization",
-    "ToZero",
-    "TrainState",
-    "TrainingError",
-    "Transforms",
-    "UserError",
-    "broadcast_variables",
-    "cosine",
-    "evaluate",
-    "train",
-]
 
-_HOMES = {
-    "Batch": "models.recipe",
-    "Callback": "training.callbacks",
-    "Dataset": "data.dataset",
-    "DistributedOptimizer": "distributed",
-    "Evaluation": "training.evaluate",
-    "Progress": "training.progress",
-    "Ranks": "training.ranks",
-    "Recipe": "models.recipe",
-    "Run": "training.callbacks",
-    "Staircase": "optim.schedules",
-    "StepObserver": "training.callbacks",
-    "SyncBatchNormalization": "distributed",
-    "ToZero": "optim.schedules",
-    "TrainState": "training.state",
-    "TrainingError": "errors",
-    "Transforms": "data.augment",
-    "UserError": "errors",
-    "broadcast_variables": "distributed",
-    "cosine": "optim.schedules",
-    "evaluate": "api",
-    "train": "api",
+# The public names, by the modules that hold them.
+_NAMES = {
+    "api": ("evaluate", "train"),
+    "data.augment": ("Transforms",),
+    "data.dataset": ("Dataset",),
+    "distributed": ("DistributedOptimizer", "SyncBatchNormalization", "broadcast_variables"),
+    "errors": ("TrainingError", "UserError"),
+    "models.recipe": ("Batch", "Recipe"),
+    "optim.schedules": ("Staircase", "ToZero", "cosine"),
+    "training.callbacks": ("Callback", "Run", "StepObserver"),
+    "training.evaluate": ("Evaluation",),
+    "training.progress": ("Progress",),
+    "training.ranks": ("Ranks",),
+    "training.state": ("TrainState",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

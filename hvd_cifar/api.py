@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar import config
-from hvd_cifar.config import TrainSettings
+from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.training import evaluate_command, user_code
 from hvd_cifar.training import train as training
+from hvd_cifar.training import trained, user_code
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.work import UserObjects
-from hvd_cifar.use_settings import EvaluateSettings
 
 
 def train(
@@ -77,15 +76,16 @@ def evaluate(
     if not isinstance(model, str):
         named.pop("model", None)  # the run's record names it
     made = config.make(EvaluateSettings, {"run_dir": run_dir, **named, **settings})
-    return evaluate_command.evaluate_run(made, given)
+    return trained.evaluate_run(made, given)
 
 
 def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[UserObjects, dict[str, str]]:
     """The objects that the user passed, and settings that name them in the run's record."""
-    named = {}
-    if model is not None:
-        named["model"] = model if isinstance(model, str) else user_code.spec_of(model)
-    if dataset is not None and not isinstance(dataset, Dataset):
-        named["dataset"] = dataset if isinstance(dataset, str) else user_code.spec_of(dataset)
-    own_model, own_dataset = (None if isinstance(thing, str) else thing for thing in (model, dataset))
-    return UserObjects(model=own_model, dataset=own_dataset, callbacks=tuple(callbacks)), named
+    given = {"model": model, "dataset": dataset}
+    named = {
+        name: one if isinstance(one, str) else user_code.spec_of(one)
+        for name, one in given.items()
+        if one is not None and not isinstance(one, Dataset)
+    }
+    own = {name: one for name, one in given.items() if not isinstance(one, str)}
+    return UserObjects(**own, callbacks=tuple(callbacks)), named

@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvd_cifar import __version__, config, use_settings
+from hvd_cifar import __version__, config
 from hvd_cifar.errors import TrainingError, UserError, cause_of
-from hvd_cifar.fields import Settings
+from hvd_cifar.fields import Settings, options_of, read_file
 from hvd_cifar.files import complain
-from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
+from hvd_cifar.launch.settings import launcher_option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
-from hvd_cifar.settings_file import read_file
 from hvd_cifar.tools import settings as tools
 from hvd_cifar.training.preemption import resumable
 
@@ -55,13 +54,13 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
         use(work)
         return 0
     except click.exceptions.NoArgsIsHelpError as error:
-        return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
-    except click.NoSuchOption as error:
-        if name := launcher_option(error.option_name):
+        assert error.ctx, "a group asks for a command"
+        return _complain_once(f"give a command (see {error.ctx.command_path} --help)", USER_ERROR)
+    except click.ClickException as error:
+        name = launcher_option(error.option_name) if isinstance(error, click.NoSuchOption) else None
+        if name:
             where = f"it goes before the command: ./run.sh {name} ... {argv[0]}"
             return _complain_once(f"{name} is an option of the launcher; {where}", USER_ERROR)
-        return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
-    except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
         return _complain_once(str(error), USER_ERROR, error.of_one_rank)
@@ -73,16 +72,6 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
         if left.code:
             raise
         return _complain_once(f"the command did not come to its end: {cause_of(left)}", TrainingError.code)
-
-
-def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
-    """The commands to choose from where none is given, as typed."""
-    group = error.ctx.command if error.ctx else None
-    assert error.ctx and isinstance(group, click.Group), "only a group asks for a command"
-    path = error.ctx.command_path.split()[1:]
-    names = [name for name in group.list_commands(error.ctx) if not group.commands[name].hidden]
-    *others, last = (" ".join([*path, name]) for name in names)
-    return f"{', '.join(others)} or {last}"
 
 
 def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
@@ -105,56 +94,31 @@ def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
     return code
 
 
-# Name, settings, the function that runs with them, and help. Commands without help are for this program's own use.
-# A function that needs TensorFlow is imported in silence: TensorFlow logs notes while it is imported.
-COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
-    ("train", config.TrainSettings, "training.train:train", "Train a model; rank 0 writes the run directory."),
-    (
-        "evaluate",
-        use_settings.EvaluateSettings,
-        "training.evaluate_command:evaluate_run",
-        "Evaluate a checkpoint on the whole test set.",
-    ),
-    (
-        "export",
-        use_settings.ExportSettings,
-        "tools.export:export",
-        "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package.",
-    ),
-    (
-        "predict",
-        use_settings.PredictSettings,
-        "tools.predict:predict",
-        "Classify image files and folders of them with a trained net; exit code 2 if one cannot be read.",
-    ),
-    (
-        "report",
-        tools.ReportSettings,
-        "tools.report.command:report",
-        "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes.",
-    ),
-    (
-        "benchmark step",
-        tools.BenchmarkStepSettings,
-        "tools.benchmark.step:benchmark_step",
-        "Measure the training step: speed, parts of its time, scaling efficiency.",
-    ),
-    (
-        "benchmark allreduce",
-        tools.BenchmarkAllreduceSettings,
-        "tools.benchmark.allreduce:benchmark_allreduce",
-        "Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums.",
-    ),
-    (
-        "doctor",
-        tools.DoctorSettings,
-        "tools.doctor.command:examine",
-        "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail.",
-    ),
-    ("validate", use_settings.ValidateSettings, "training.validate_command:validate_run", ""),
-    ("doctor-job", tools.DoctorJobSettings, "tools.doctor.job:run_rank", ""),
+# Name, settings, and the function that runs with them. The docstring of the settings is the command's help. A function
+# that needs TensorFlow is imported in silence: TensorFlow logs notes while it is imported.
+COMMANDS: tuple[tuple[str, type[Settings], str], ...] = (
+    ("train", config.TrainSettings, "training.train:train"),
+    ("evaluate", config.EvaluateSettings, "training.trained:evaluate_run"),
+    ("export", tools.ExportSettings, "tools.export:export"),
+    ("predict", tools.PredictSettings, "tools.predict:predict"),
+    ("report", tools.ReportSettings, "tools.report.command:report"),
+    ("benchmark step", tools.BenchmarkStepSettings, "tools.benchmark.step:benchmark_step"),
+    ("benchmark allreduce", tools.BenchmarkAllreduceSettings, "tools.benchmark.allreduce:benchmark_allreduce"),
+    ("doctor", tools.DoctorSettings, "tools.doctor.command:examine"),
+    ("validate", config.ValidateSettings, "training.trained:validate_run"),
+    ("doctor-job", tools.DoctorJobSettings, "tools.doctor.job:run_rank"),
 )
+# The options of `train` that most people need, as its help shows them; --help-all shows all.
+HELP_OF_TRAIN = {
+    "Data and net": ("dataset", "data_dir", "model", "callbacks"),
+    "Training": ("epochs", "max_steps", "batch_size", "global_batch_size", "learning_rate", "set", "precision", "seed"),
+    "Ranks": ("sync_batch_norm", "virtual_shards"),
+    "Evaluation": ("eval_every", "hold_out", "early_stopping"),
+    "Run": ("run_dir", "resume", "config"),
+    "Help": ("help", "help_all"),
+}
 WITHOUT_TENSORFLOW = ("report", "doctor")
+HIDDEN = ("validate", "doctor-job")  # for this program's own use
 
 
 def _commands() -> click.Group:
@@ -167,13 +131,13 @@ def _commands() -> click.Group:
     def benchmark() -> None:
         """Measure the training step and the all-reduce on this machine or cluster."""
 
-    for name, kind, place, help_text in COMMANDS:
-        group, word = (benchmark, name.split()[1]) if " " in name else (commands, name)
-        group.add_command(_command(word, kind, functools.partial(_call, name, place), help_text))
+    for name, kind, place in COMMANDS:
+        group, _, word = name.rpartition(" ")
+        (benchmark if group else commands).add_command(_command(word, kind, functools.partial(_call, name, place)))
     return commands
 
 
-def _command(name: str, kind: type[Settings], function: Callable[[Settings], None], help_text: str) -> click.Command:
+def _command(name: str, kind: type[Settings], function: Callable[[Settings], None]) -> click.Command:
     """A command whose options are the fields of `kind`. Parsing returns the call to make, with checked settings."""
 
     def parse(**given: Any) -> functools.partial[None]:
@@ -182,27 +146,44 @@ def _command(name: str, kind: type[Settings], function: Callable[[Settings], Non
             raise UserError("--config: the path is empty; give a file, or leave the option out")
         chosen = {field: value for field, value in given.items() if value not in (None, ())}
         try:
-            values = read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
+            values = read_file(Path(file), config.BATCH if chosen.keys() & config.BATCH else ()) if file else {}
             settings = config.make(kind, {**values, **chosen})
         except UserError as error:
             error.of_one_rank = bool(file)  # another host may have another file
             raise
         return functools.partial(function, settings)
 
-    options: list[click.Parameter] = [option(field, info) for field, info in kind.model_fields.items()]
     file_help = "YAML or JSON file of settings; options take precedence over it."
-    options.append(click.Option(["--config"], metavar="FILE", help=file_help))
-    if kind is config.TrainSettings:
-        return GroupedCommand(name, HELP_OF_TRAIN, params=options, callback=parse, help=help_text)
-    return click.Command(name, params=options, callback=parse, help=help_text, hidden=not help_text)
+    params = [*options_of(kind), click.Option(["--config"], metavar="FILE", help=file_help)]
+    made = _GroupedHelp if name == "train" else click.Command
+    if name == "train":
+        flag: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+        params.append(click.Option(["--help-all"], help="Show all options.", callback=_show_all, **flag))
+    return made(name, params=params, callback=parse, help=kind.__doc__, hidden=name in HIDDEN)
+
+
+class _GroupedHelp(click.Command):
+    """A command whose --help shows `HELP_OF_TRAIN`, and whose --help-all shows all options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {parameter.name: parameter.get_help_record(ctx) for parameter in self.get_params(ctx)}
+        for title, names in ({"Options": records} if "all" in ctx.meta else HELP_OF_TRAIN).items():
+            with formatter.section(title):
+                formatter.write_dl([record for name in names if (record := records.get(name))])
+
+
+def _show_all(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        context.meta["all"] = True
+        click.echo(context.get_help())
+        context.exit()
 
 
 def _call(name: str, place: str, settings: Settings) -> None:
     """Run a command. An image that `predict` cannot read ends the process with exit code 2."""
-    module, _, function = place.partition(":")
     with resumable() if name == "train" else contextlib.nullcontext():
         with contextlib.nullcontext() if name in WITHOUT_TENSORFLOW else quiet_start():
-            run = getattr(import_module(f"{__package__}.{module}"), function)
+            run = pkgutil.resolve_name(f"{__package__}.{place}")
         has_failed = run(settings)
     if name == "predict" and has_failed:
         sys.exit(USER_ERROR)

@@ -1,8 +1,8 @@
-"""Settings of a run and of its evaluation: type, help and checks.
+"""Settings of a run and of its use: type, help and checks.
 
-A field's name is its option (`global_batch_size` is `--global-batch-size`), its description is the option's help,
-and its type is its check. The command line, a `--config` file and a Python program all make these classes. Settings of
-an extension stand in its file, those of other commands in `launch.settings` and `tools.settings`.
+A field's name is its option (`global_batch_size` is `--global-batch-size`), its docstring is the option's help,
+and its type is its check. The command line, a `--config` file and a Python program all make these classes. An
+extension's settings stand in its file, those of other commands in `launch.settings` and `tools.settings`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from hvd_cifar import extensions
+from hvd_cifar import extensions, fields
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import (
-    DEFAULT_PER_RANK_BATCH_SIZE,
-    FEWEST_EPOCHS,
-    LARGEST_RATE,
-    MODELS,
-    MOST_EXAMPLES,
-    MOST_STEPS,
-    MOST_THREADS,
-    SMALLEST_NORM,
-    Bytes,
-    Callbacks,
-    Compression,
-    DatasetName,
-    Finite,
-    ImageSize,
-    LocalPath,
-    ModelSpec,
-    Overlap,
-    Precision,
-    Scale,
-    Settings,
-    absolute_unless_word,
-    address,
-    words,
-)
 from hvd_cifar.fields import make as make  # settings of this file are made by it
 from hvd_cifar.fields import option_name as option_name
 
 LONGEST_DEFAULT_WARMUP = 1.0  # epochs
-
-# Parts of a run's config.json that are facts about the run, not settings.
-RECORDED_SECTIONS = ("run",)
 BATCH = ("batch_size", "global_batch_size")
 
 
@@ -71,72 +43,46 @@ def check_ranks(settings: RunOptions, ranks: int) -> None:
         raise UserError(f"the global batch of {batch} is smaller than {dealt}: make it at least {micro_batches}")
 
 
-class DataSettings(Settings):
+class DataSettings(fields.Settings):
     """Where the images come from."""
 
-    dataset: DatasetName = Field(
-        "auto",
-        description="cifar10, cifar100, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where "
-        "CIFAR-10 is neither there nor downloadable; folder:PATH: images in PATH/train/CLASS and "
-        "PATH/test/CLASS, or in PATH/CLASS; "
-        "FILE.py:NAME or package.module:NAME: a function that returns a hvd_cifar.Dataset.",
-    )
-    image_size: ImageSize | None = Field(
-        None,
-        description="Height and width of what the net sees, N or HxW, of a folder: whose images have many sizes. "
-        "[default: their own size, if all have one]",
-        json_schema_extra={"metavar": "HxW"},
-    )
-    max_unreadable: int = Field(
-        0,
-        ge=0,
-        le=MOST_EXAMPLES,
-        description="Images of a folder: that may be left out since they cannot be read. More end the run.",
-    )
-    data_dir: LocalPath = Field(
-        Path("~/.cache/hvd_cifar/data"),
-        validate_default=True,
-        description="Folder of the data set; CIFAR-10 or CIFAR-100 is downloaded there if it is absent.",
-    )
-    data_url: Annotated[str, AfterValidator(address)] | None = Field(
-        None,
-        description="Address of a copy of the archive with the data set's binary files; its published MD5 checksum is "
-        "compared. [default: its authors']",
-    )
+    dataset: fields.DatasetName = "auto"
+    """cifar10, cifar100, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where CIFAR-10 is neither
+    there nor downloadable; folder:PATH: images in PATH/train/CLASS and PATH/test/CLASS, or in PATH/CLASS;
+    FILE.py:NAME or package.module:NAME: a function that returns a hvd_cifar.Dataset."""
+    image_size: fields.ImageSize | None = None
+    """Height and width of what the net sees, N or HxW, of a folder: whose images have many sizes. [default: their own
+    size, if all have one]"""
+    max_unreadable: int = Field(0, ge=0, le=fields.MOST_EXAMPLES)
+    """Images of a folder: that may be left out since they cannot be read. More end the run."""
+    data_dir: fields.LocalPath = Field(Path("~/.cache/hvd_cifar/data"), validate_default=True)
+    """Folder of the data set; CIFAR-10 or CIFAR-100 is downloaded there if it is absent."""
+    data_url: fields.Address | None = None
+    """Address of a copy of the archive with the data set's binary files; its published MD5 checksum is compared.
+    [default: its authors']"""
 
 
-class RecipeChanges(Settings):
+class RecipeChanges(fields.Settings):
     """Numbers of a recipe that a run changes (--set NAME=VALUE). None stands for the recipe's value."""
 
-    learning_rate_factor: Finite | None = Field(
-        None, gt=0, le=LARGEST_RATE, description="factor of the learning rate, instead of that of the global batch"
-    )
-    warmup_epochs: Finite | None = Field(
-        None, ge=0, le=1_000_000, description="epochs over which the learning rate rises to its full value"
-    )
-    weight_decay: Finite | None = Field(None, ge=0, le=LARGEST_RATE, description="L2 factor")
-    ema_decay: Finite | None = Field(
-        None, ge=0, lt=1, description="decay of the weights' moving average, which evaluation uses; 0: no average"
-    )
-    label_smoothing: Finite | None = Field(
-        None, ge=0, lt=1, description="share of the target that is spread evenly over all classes"
-    )
-    lookahead: bool | None = Field(None, description="average the weights with look-ahead")
-    image_scales: Annotated[tuple[Scale, ...], BeforeValidator(words)] | None = Field(
-        None, description="factors that images are shrunk by, such as 0.75,1, each for an equal part of the steps"
-    )
-    augmentation: Literal["none"] | None = Field(None, description="none: train on images as in evaluation")
-    test_time_augmentation: bool | None = Field(
-        None, description="evaluate on several views of each test image at the end"
-    )
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The numbers that change, by their names in the recipe."""
-        return self.model_dump(exclude_none=True)
-
-
-NO_CHANGES = RecipeChanges.model_validate({})
+    learning_rate_factor: fields.Rate | None = None
+    """factor of the learning rate, instead of that of the global batch"""
+    warmup_epochs: fields.Span | None = None
+    """epochs over which the learning rate rises to its full value"""
+    weight_decay: fields.Finite | None = Field(None, ge=0, le=fields.LARGEST_RATE)
+    """L2 factor"""
+    ema_decay: fields.Fraction | None = None
+    """decay of the weights' moving average, which evaluation uses; 0: no average"""
+    label_smoothing: fields.Fraction | None = None
+    """share of the target that is spread evenly over all classes"""
+    lookahead: bool | None = None
+    """average the weights with look-ahead"""
+    image_scales: fields.Scales | None = None
+    """factors that images are shrunk by, such as 0.75,1, each for an equal part of the steps"""
+    augmentation: Literal["none"] | None = None
+    """none: train on images as in evaluation"""
+    test_time_augmentation: bool | None = None
+    """evaluate on several views of each test image at the end"""
 
 
 def _changes(given: Any) -> Any:
@@ -152,34 +98,23 @@ def _changes(given: Any) -> Any:
 class StepOptions(DataSettings):
     """What `train` and `benchmark step` compute, and how."""
 
-    model: ModelSpec = Field(
+    model: fields.ModelSpec = Field(
         "fast",
-        description=f"Net and recipe: {', '.join(MODELS)}, or a function build(image_shape, classes) of yours that "
-        "returns a Keras model, as FILE.py:NAME or package.module:NAME.",
+        description=f"Net and recipe: {', '.join(fields.MODELS)}, or a function build(image_shape, classes) of yours "
+        "that returns a Keras model, as FILE.py:NAME or package.module:NAME.",
     )
-    compression: Compression = Field(
-        "none",
-        description="Compression of gradients on the wire. fp16: two bytes a value.",
-    )
-    overlap: Overlap = Field(
-        "auto",
-        description="on: send gradients in buckets during the backward pass. off: send them in one message after it. "
-        "auto: in buckets between hosts, where gradients are ready one after the other, or with --bucket-bytes.",
-    )
-    bucket_bytes: Bytes | None = Field(
-        None, gt=0, description="Bytes of a bucket, such as 128K. [default: 1/16 of the gradients, at least 64K]"
-    )
-    precision: Precision | None = Field(
-        None,
-        description="Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the "
-        "processor or GPU has instructions for it]",
-    )
-    threads_per_rank: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_THREADS,
-        description="CPU threads of a rank. [default: its share of the host's cores]",
-    )
+    compression: Literal["none", "fp16"] = "none"
+    """Compression of gradients on the wire. fp16: two bytes a value."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """on: send gradients in buckets during the backward pass. off: send them in one message after it. auto: in buckets
+    between hosts, where gradients are ready one after the other, or with --bucket-bytes."""
+    bucket_bytes: fields.Bytes | None = Field(None, gt=0)
+    """Bytes of a bucket, such as 128K. [default: 1/16 of the gradients, at least 64K]"""
+    precision: fields.Precision | None = None
+    """Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the processor or GPU has
+    instructions for it]"""
+    threads_per_rank: fields.ThreadCount | None = None
+    """CPU threads of a rank. [default: its share of the host's cores]"""
 
     @model_validator(mode="after")
     def _buckets_are_used(self: Options) -> Options:
@@ -192,152 +127,85 @@ Options = TypeVar("Options", bound=StepOptions)
 
 
 class RunOptions(StepOptions):
-    """One training run. None stands for the recipe's value (`models.recipe`)."""
+    """Train a model; rank 0 writes the run directory."""
 
-    batch_size: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_EXAMPLES,
-        description="Examples that a rank processes at a time. The global batch is this times the number of ranks and "
-        "--gradient-accumulation. [default: "
-        f"{DEFAULT_PER_RANK_BATCH_SIZE}; more than 8 ranks of tutorial or a ResNet share 1024; fast has a global batch "
-        "of 1024 on any number of ranks]",
-    )
-    global_batch_size: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_EXAMPLES,
-        description="Examples per step over all ranks, instead of --batch-size. Training is then the same on any "
-        "number of ranks; nets with batch norm also need --sync-batch-norm.",
-    )
-    gradient_accumulation: int = Field(
-        1,
-        gt=0,
-        le=MOST_EXAMPLES,
-        description="Micro-batches whose gradients a rank adds up before each all-reduce and update.",
-    )
-    epochs: Finite | None = Field(
-        None,
-        ge=FEWEST_EPOCHS,
-        le=1_000_000,
-        description="Passes over the training set; the last may be partial, as in 9.9. In a shorter ResNet run "
-        "the learning rate falls at the same fractions of the run as in the paper. [default: the recipe's; where "
-        "--dataset auto takes the embedded set, 2, and 0.35 of fast]",
-    )
-    max_steps: int | None = Field(
-        None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."
-    )
+    batch_size: fields.ExampleCount | None = None
+    """Examples that a rank processes at a time. The global batch is this times the number of ranks and
+    --gradient-accumulation. [default: 128; more than 8 ranks of tutorial or a ResNet share 1024; fast has a global
+    batch of 1024 on any number of ranks]"""
+    global_batch_size: fields.ExampleCount | None = None
+    """Examples per step over all ranks, instead of --batch-size. Training is then the same on any number of ranks; nets
+    with batch norm also need --sync-batch-norm."""
+    gradient_accumulation: fields.ExampleCount = 1
+    """Micro-batches whose gradients a rank adds up before each all-reduce and update."""
+    epochs: fields.Finite | None = Field(None, ge=1e-6, le=1_000_000)
+    """Passes over the training set; the last may be partial, as in 9.9. In a shorter ResNet run the learning rate falls
+    at the same fractions of the run as in the paper. [default: the recipe's; where --dataset auto takes the embedded
+    set, 2, and 0.35 of fast]"""
+    max_steps: fields.StepCount | None = None
+    """End after this many steps if the epochs have more."""
 
-    learning_rate: Finite | None = Field(
-        None,
-        gt=0,
-        le=LARGEST_RATE,
-        description="Learning rate for the recipe's reference batch and optimizer. A model may have another recipe "
-        "for large global batches. [default: the recipe's]",
-    )
-    set: Annotated[RecipeChanges, BeforeValidator(_changes)] = Field(
-        NO_CHANGES,
+    learning_rate: fields.Rate | None = None
+    """Learning rate for the recipe's reference batch and optimizer. A model may have another recipe for large global
+    batches. [default: the recipe's]"""
+    set: Annotated[RecipeChanges, BeforeValidator(_changes), "NAME=VALUE"] = Field(
+        RecipeChanges.model_validate({}),
         description="Change a number of the recipe, such as weight_decay=0; may be given several times. Names: "
         + "; ".join(f"{name}: {field.description}" for name, field in RecipeChanges.model_fields.items())
         + ".",
-        json_schema_extra={"metavar": "NAME=VALUE", "multiple": True},
+        json_schema_extra={"multiple": True},
     )
-    clip_norm: Finite | None = Field(
-        None,
-        ge=SMALLEST_NORM,
-        le=LARGEST_RATE,
-        description="Clip the averaged gradient to this global norm. [default: no clipping]",
-    )
-    seed: int = Field(
-        0, ge=0, lt=2**63, description="Seed of the initial weights, the order of the data and the augmentation."
-    )
+    clip_norm: fields.Norm | None = None
+    """Clip the averaged gradient to this global norm. [default: no clipping]"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the initial weights, the order of the data and the augmentation."""
 
-    sync_batch_norm: bool = Field(
-        False,
-        description="Compute batch norm's statistics over the global batch, not over each rank's examples. Training "
-        "of a net with batch norm is then also the same on any number of ranks.",
-    )
-    deterministic: bool | None = Field(
-        None,
-        description="Use deterministic operations, and add gradients in a fixed order. A run with the same number of "
-        "ranks and threads then repeats bit for bit. [default: only with --virtual-shards]",
-    )
-    virtual_shards: int | None = Field(
-        None,
-        gt=0,
-        le=2**20,
-        description="Divide the global batch into N parts, a power of two, and add their gradients in a fixed order. "
-        "Results are then the same, bit for bit, on any number of ranks that divides N. Implies --deterministic and "
-        "one thread a rank. Excludes --gradient-accumulation, --sync-batch-norm and --compression.",
-    )
-    log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
-    quiet: bool = Field(False, description="Print only warnings and errors. The run's files are as without it.")
-    checkpoint_every: int = Field(
-        1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
-    )
-    checkpoint_minutes: Finite = Field(
-        5, ge=0, le=1_000_000, description="Minutes without a checkpoint after which the run writes one; 0: never."
-    )
-    grace_seconds: Finite = Field(
-        30,
-        gt=0,
-        le=1_000_000,
-        description="Seconds that the run has to write a checkpoint and end, after a signal that asks it to stop "
-        "(SIGTERM, SIGUSR1, SIGINT, SIGHUP); docs/reliability.md.",
-    )
-    stall_seconds: Finite | None = Field(
-        None,
-        ge=0,
-        description="Seconds without progress after which the ranks find the one that hangs, name it, and end the run "
-        "(exit code 69); 0: never. [default: 10 times the longest recent step, at least 60 s; "
-        "docs/reliability.md]",
-    )
-    eval_every: int | None = Field(
-        None,
-        ge=0,
-        le=MOST_STEPS,
-        description="Steps between evaluations; 0: only at the end. [default: an epoch; fast: 3 epochs]",
-    )
-    hold_out: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_EXAMPLES,
-        description="Hold out this many training examples, drawn by --seed, and evaluate on them during training. The "
-        "test set is then used only at the end. [default: none; evaluate on the test set]",
-    )
-    resume: Annotated[str, AfterValidator(absolute_unless_word)] = Field(
-        "auto",
-        min_length=1,
-        description="auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
-        "that has one; PATH: start from that checkpoint, or from the newest one in that folder.",
-    )
-    changed_code: Literal["refuse", "accept"] = Field(
-        "refuse",
-        description="What a resumed run does where files of its net, recipe or data set, or its test set, are not "
-        "those that it was started with. refuse: end; accept: go on with those of now.",
-    )
-    run_dir: LocalPath | None = Field(
-        None,
-        description="Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or "
-        "--validation-ranks also the launcher's process id]",
-    )
-    callbacks: Callbacks = Field(
-        (), description="Your callbacks, such as a.py:A,b.py:B: objects, or classes that are called without arguments."
-    )
+    sync_batch_norm: bool = False
+    """Compute batch norm's statistics over the global batch, not over each rank's examples. Training of a net with
+    batch norm is then also the same on any number of ranks."""
+    deterministic: bool | None = None
+    """Use deterministic operations, and add gradients in a fixed order. A run with the same number of ranks and threads
+    then repeats bit for bit. [default: only with --virtual-shards]"""
+    virtual_shards: int | None = Field(None, gt=0, le=2**20)
+    """Divide the global batch into N parts, a power of two, and add their gradients in a fixed order. Results are then
+    the same, bit for bit, on any number of ranks that divides N. Implies --deterministic and one thread a rank.
+    Excludes --gradient-accumulation, --sync-batch-norm and --compression."""
+    log_every: fields.StepCount = 10
+    """Steps between log lines."""
+    quiet: bool = False
+    """Print only warnings and errors. The run's files are as without it."""
+    checkpoint_every: fields.StepCount = 1000
+    """Steps between checkpoints; the newest 5 are kept."""
+    checkpoint_minutes: fields.Span = 5
+    """Minutes without a checkpoint after which the run writes one; 0: never."""
+    grace_seconds: fields.Span = Field(30, gt=0)
+    """Seconds that the run has to write a checkpoint and end, after a signal that asks it to stop (SIGTERM, SIGUSR1,
+    SIGINT, SIGHUP); docs/reliability.md."""
+    stall_seconds: fields.Span | None = None
+    """Seconds without progress after which the ranks find the one that hangs, name it, and end the run (exit code 69);
+    0: never. [default: 10 times the longest recent step, at least 60 s; docs/reliability.md]"""
+    eval_every: fields.Interval | None = None
+    """Steps between evaluations; 0: only at the end. [default: an epoch; fast: 3 epochs]"""
+    hold_out: fields.ExampleCount | None = None
+    """Hold out this many training examples, drawn by --seed, and evaluate on them during training. The test set is then
+    used only at the end. [default: none; evaluate on the test set]"""
+    resume: fields.PathOrWord = "auto"
+    """auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that has one;
+    PATH: start from that checkpoint, or from the newest one in that folder."""
+    changed_code: Literal["refuse", "accept"] = "refuse"
+    """What a resumed run does where files of its net, recipe or data set, or its test set, are not those that it was
+    started with. refuse: end; accept: go on with those of now."""
+    run_dir: fields.LocalPath | None = None
+    """Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or --validation-ranks
+    also the launcher's process id]"""
+    callbacks: fields.Callbacks = ()
+    """Your callbacks, such as a.py:A,b.py:B: objects, or classes that are called without arguments."""
 
     @model_validator(mode="after")
-    def _batch_is_given_once(self) -> RunOptions:
+    def _options_go_together(self) -> RunOptions:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _warmup_fits_the_run(self) -> RunOptions:
         check_warmup(self.set.warmup_epochs, self.epochs)
-        return self
-
-    @model_validator(mode="after")
-    def _virtual_shards_go_with_the_rest(self) -> RunOptions:
         shards = self.virtual_shards
         if shards is None:
             return self
@@ -357,7 +225,7 @@ class RunOptions(StepOptions):
 if TYPE_CHECKING:
 
     class TrainSettings(RunOptions):
-        """The options of a run and of all extensions."""
+        """Train a model; rank 0 writes the run directory."""
 else:
     TrainSettings = extensions.with_settings("TrainSettings", RunOptions)
 
@@ -369,3 +237,36 @@ def unused_run_dir(model: str, suffix: str = "") -> Path:
     stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}{suffix and f'-{suffix}'}"
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
     return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())
+
+
+class RunSettings(fields.Settings):
+    """A trained run, and the settings of its net that a command may override."""
+
+    run_dir: fields.LocalPath
+    """Folder of the run."""
+    model: fields.ModelSpec | None = None
+    """The function of the run's net, if it has moved. [default: as recorded]"""
+    checkpoint: fields.LocalPath | None = None
+    """Checkpoint to use. [default: the run's newest]"""
+    test_time_augmentation: bool | None = None
+    """Average the logits of six views of each image. [default: the run's]"""
+
+
+class EvaluateSettings(RunSettings):
+    """Evaluate a checkpoint on the whole test set."""
+
+    dataset: fields.DatasetName | None = None
+    """Data set to evaluate on. [default: the run's]"""
+    data_dir: fields.LocalPath | None = None
+    """Folder of the data set. [default: the run's]"""
+    batch_size: fields.ExampleCount | None = None
+    """Examples a rank evaluates at a time. [default: 500 of 32 x 32 pixels, fewer of larger images]"""
+    output: fields.LocalPath | None = None
+    """JSON file to write the result to."""
+
+
+class ValidateSettings(fields.Settings):
+    """The command of validation ranks, as the launcher starts them."""
+
+    run_dir: fields.LocalPath
+    """Folder of the run."""

@@ -20,14 +20,10 @@ class UserError(Exception):
     The message is one line that says what is wrong, where, and what to do. The command line prints it once,
     without a traceback, and ends with exit code 2. Any other exception is an error of the program and keeps
     its traceback.
-
-    Attributes:
-        of_one_rank: whether other ranks may not have it: the command line then prints it on this rank.
-        crosses_ranks: as of `TrainingError`.
     """
 
-    of_one_rank = False
-    crosses_ranks = True
+    of_one_rank = False  # whether other ranks may not have it: the command line then prints it on this rank
+    crosses_ranks = True  # as of `TrainingError`
 
 
 class Preempted(SystemExit):
@@ -38,17 +34,13 @@ class Preempted(SystemExit):
 
 
 class Diverged(TrainingError):
-    """The loss or a weight is not finite. Under --on-nan rollback the run returns to a checkpoint.
-
-    Attributes:
-        weights_step: the step whose weights gave the loss; None: unknown.
-    """
+    """The loss or a weight is not finite. Under --on-nan rollback the run returns to a checkpoint."""
 
     crosses_ranks = True
 
     def __init__(self, message: str, weights_step: int | None = None) -> None:
         super().__init__(message)
-        self.weights_step = weights_step
+        self.weights_step = weights_step  # the step whose weights gave the loss; None: unknown
 
 
 def reason_of(failure: BaseException) -> str:

@@ -1,29 +1,28 @@
-"""Types and limits of settings, and `Settings`, the base of all classes of them. They import nothing heavy."""
+"""Types of settings; `Settings`, the base of all classes of them; their options and files. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import json
 import re
+import types
+import typing
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+import click
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hvd_cifar.errors import UserError, printable
+from hvd_cifar.files import read_limited
 
 MOST_SHOWN = 80  # characters of a wrong value in an error message
+REMEDY = "give a YAML or JSON file of settings, with one 'name: value' a line"
+NOTHING = ("", "~", "null", "Null", "NULL")  # YAML's words for the recipe's value
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
-Compression = Literal["none", "fp16"]
-Overlap = Literal["auto", "on", "off"]
-Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
-
 DEFAULT_PER_RANK_BATCH_SIZE = 128
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 OBJECT_DATASET = "object:"  # prefix, in a run's record, of the name of a Dataset object that a program passed
@@ -32,12 +31,9 @@ FOLDER_DATASET = "folder:"  # prefix of the path of a folder of images
 # Largest counts. A larger number is a typing error, and would overflow the integers of NumPy and TensorFlow.
 MOST_STEPS = 10**12
 MOST_EXAMPLES = 10**9
-MOST_THREADS = 4096
 MOST_PIXELS = 4096  # of a side of an image
 MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
 LARGEST_RATE = 1e37  # the largest float32 is 3.4e38
-SMALLEST_NORM = 1e-6  # smaller gradients do not change float32 weights
-FEWEST_EPOCHS = 1e-6
 
 
 def not_empty(path: Any) -> Any:
@@ -50,8 +46,7 @@ def not_empty(path: Any) -> Any:
 def absolute(path: Path) -> Path:
     """The absolute path, so that ranks and a later `evaluate` agree on it.
 
-    Raises:
-        ValueError: for an unknown ~user, a NUL, and a name that is not UTF-8, which TensorFlow does not take.
+    ValueError for an unknown ~user, a NUL, and a name that is not UTF-8, which TensorFlow does not take.
     """
     if "\0" in str(path):
         raise ValueError("a path holds no NUL character")
@@ -69,62 +64,32 @@ def is_user_code(spec: str) -> bool:
     return name.isidentifier() and (place.endswith(".py") or all(map(str.isidentifier, place.split("."))))
 
 
-def absolute_user_code(spec: str) -> str:
-    """FILE.py:NAME with the file's absolute path; package.module:NAME as it is."""
-    place, _, name = spec.rpartition(":")
-    return f"{absolute(Path(place))}:{name}" if place.endswith(".py") else spec
-
-
-def _model(spec: str) -> str:
-    if spec in MODELS:
-        return spec
-    if not is_user_code(spec):
-        raise ValueError(f"give {', '.join(MODELS)}, or a function of yours: FILE.py:NAME or package.module:NAME")
-    return absolute_user_code(spec)
-
-
-def _callbacks(given: Any) -> Any:
-    """Text such as a.py:A,b.py:B as ("a.py:A", "b.py:B"), with absolute paths."""
-    words = given.split(",") if isinstance(given, str) else given
-    if not isinstance(words, list | tuple) or not all(
-        isinstance(word, str) and is_user_code(word.strip()) for word in words
-    ):
-        raise ValueError("write FILE.py:NAME or package.module:NAME, with commas between them")
-    return tuple(absolute_user_code(word.strip()) for word in words)
-
-
-def absolute_unless_word(place: str) -> str:
-    """auto and never as they are; any other text as an absolute path."""
-    return place if place in ("auto", "never") else str(absolute(Path(place)))
+def _named(given: str, names: Sequence[str] = ()) -> str:
+    """One of these names, package.module:NAME, or FILE.py:NAME with the file's absolute path."""
+    place, _, name = given.rpartition(":")
+    if given in names or (is_user_code(given) and not place.endswith(".py")):
+        return given
+    if not is_user_code(given):
+        raise ValueError(f"give {', '.join([*names, 'FILE.py:NAME'])} or package.module:NAME")
+    return f"{absolute(Path(place))}:{name}"
 
 
 def _dataset(given: str) -> str:
     """The name of a data set, with absolute paths."""
-    if given in BUILT_IN_DATASETS:
-        return given
     if given.startswith(OBJECT_DATASET):
         raise ValueError("this run's data set was a Python object; give it to hvd_cifar.train or evaluate again")
-    if given.startswith(FOLDER_DATASET):
-        path = given.removeprefix(FOLDER_DATASET)
-        if not path:
-            raise ValueError("the path is empty; give folder:PATH")
-        return FOLDER_DATASET + str(absolute(Path(path)))
-    if not is_user_code(given):
-        raise ValueError(
-            f"no data set has this name; give {', '.join(BUILT_IN_DATASETS)}, folder:PATH, FILE.py:NAME or "
-            "package.module:NAME"
-        )
-    return absolute_user_code(given)
+    if given.startswith(FOLDER_DATASET) and given != FOLDER_DATASET:
+        return FOLDER_DATASET + str(absolute(Path(given.removeprefix(FOLDER_DATASET))))
+    return _named(given, (*BUILT_IN_DATASETS, "folder:PATH"))
+
+
+def _place(given: str) -> str:
+    """auto and never as they are; any other text as an absolute path."""
+    return given if given in ("auto", "never") else str(absolute(Path(given)))
 
 
 # Units, with their values in bytes.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
-
-
-def _few(steps: tuple[int, int]) -> tuple[int, int]:
-    if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
-        raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
-    return steps
 
 
 def _bytes(given: Any) -> float:
@@ -137,33 +102,31 @@ def _bytes(given: Any) -> float:
 
 def _image_size(given: Any) -> tuple[int, int]:
     """Text such as 224 or 224x160 as (224, 160)."""
-    match = re.fullmatch(
-        "([0-9]{1,5})(?:x([0-9]{1,5}))?", "x".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
-    )
+    text = "x".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
+    match = re.fullmatch("([0-9]{1,5})(?:x([0-9]{1,5}))?", text)
     if not match or not 1 <= min(size := (int(match[1]), int(match[2] or match[1]))) <= max(size) <= MOST_PIXELS:
         raise ValueError(f"write a height and a width in pixels, such as 224 or 160x224, each at most {MOST_PIXELS}")
     return size
 
 
-def address(given: str) -> str:
-    """`given`, unchanged; ValueError where it is no address on the web, or holds a password."""
+def _address(given: str) -> str:
     if not re.match(r"https?://[^/?#\s]+", given):
         raise ValueError("give an address that begins with http:// or https:// and the name of a host")
-    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", given):
+    if re.match(r"https?://[^/?#]*@", given):
         raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
     return given
 
 
-def words(given: Any) -> Any:
+def _words(given: Any) -> Any:
     """Text such as a,b as ("a", "b")."""
-    return tuple(given.split(",")) if isinstance(given, str) else given
+    return tuple(word.strip() for word in given.split(",")) if isinstance(given, str) else given
 
 
 def _pair(least: int, what: str) -> BeforeValidator:
     """Text such as 2:8 as (2, 8): whole numbers of at least `least`, the second at least the first."""
 
     def pair(given: Any) -> tuple[int, int]:
-        text = given if isinstance(given, str) else ":".join(map(str, given)) if isinstance(given, list | tuple) else ""
+        text = ":".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
         match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
         if not match or not least <= int(match[1]) <= int(match[2]):
             raise ValueError(f"write {what}, the first not more than the second")
@@ -172,54 +135,65 @@ def _pair(least: int, what: str) -> BeforeValidator:
     return BeforeValidator(pair)
 
 
-Steps = Annotated[tuple[int, int], _pair(1, "FIRST:LAST steps, such as 100:110"), AfterValidator(_few)]
-Bytes = Annotated[int, BeforeValidator(_bytes)]
-ModelSpec = Annotated[str, AfterValidator(_model)]
-Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
-LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
-DatasetName = Annotated[str, AfterValidator(_dataset)]
+def _few(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
+        raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
+    return steps
+
+
+# A text in `Annotated` is how the help shows the value.
+Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
+Steps = Annotated[tuple[int, int], _pair(1, "FIRST:LAST steps, such as 100:110"), AfterValidator(_few), "N:N"]
 Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
 Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
-ImageSize = Annotated[tuple[int, int], BeforeValidator(_image_size)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+ImageSize = Annotated[tuple[int, int], BeforeValidator(_image_size), "HxW"]
+UserCode = Annotated[str, AfterValidator(_named)]
+ModelSpec = Annotated[str, AfterValidator(partial(_named, names=MODELS))]
+DatasetName = Annotated[str, AfterValidator(_dataset)]
+Callbacks = Annotated[tuple[UserCode, ...], BeforeValidator(_words)]
+LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
+PathOrWord = Annotated[str, Field(min_length=1), AfterValidator(_place)]
+Address = Annotated[str, AfterValidator(_address)]
+StepCount = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+Interval = Annotated[int, Field(ge=0, le=MOST_STEPS)]  # steps between two of something; 0: never
+ExampleCount = Annotated[int, Field(gt=0, le=MOST_EXAMPLES)]
+ThreadCount = Annotated[int, Field(gt=0, le=4096)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Scale = Annotated[float, Field(gt=0, le=1)]
+Rate = Annotated[Finite, Field(gt=0, le=LARGEST_RATE)]
+Norm = Annotated[Finite, Field(ge=1e-6, le=LARGEST_RATE)]  # smaller gradients do not change float32 weights
+Fraction = Annotated[Finite, Field(ge=0, lt=1)]
+Span = Annotated[Finite, Field(ge=0, le=1_000_000)]  # of epochs, minutes or seconds
+Scales = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_words)]
 
 
 class Settings(BaseModel):
-    """Settings whose fields are options; None often stands for another default."""
+    """Settings whose fields are options; None often stands for another default. A field's docstring is its help.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    `json_schema_extra` of a field has "flags", the names of its option, or "argument", its name where it is none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 S = TypeVar("S", bound=Settings)
 
 
 def option_name(field: str) -> str:
-    """`global_batch_size` -> `--global-batch-size`, `json_file` -> `--json`."""
-    return "--" + field.removesuffix("_file").replace("_", "-")
+    """`global_batch_size` -> `--global-batch-size`."""
+    return "--" + field.replace("_", "-")
 
 
-def _told_name(kind: type[S], field: str) -> str:
-    """What the command line calls a field: its option, or its argument."""
-    info = kind.model_fields.get(field)
-    extra = info.json_schema_extra if info else None
-    if not isinstance(extra, dict):
-        return option_name(field)
-    flags = extra.get("flags")
-    return (
-        str(extra["argument"])
-        if "argument" in extra
-        else str(flags[0])
-        if isinstance(flags, list)
-        else option_name(field)
-    )
+def flags_of(kind: type[Settings], field: str) -> list[str]:
+    """What the command line calls a field: the names of its option, or its argument."""
+    extra: Any = getattr(kind.model_fields.get(field), "json_schema_extra", None) or {}
+    return extra.get("flags") or [extra.get("argument") or option_name(field)]
 
 
 def make(kind: type[S], values: dict[str, Any]) -> S:
     """Validate `values` (field name -> value, text is converted) into settings.
 
-    Raises:
-        UserError: with one line that names the first wrong option, its value and what it must be.
+    UserError with one line that names the first wrong option, its value and what it must be.
     """
     try:
         return kind.model_validate(values)
@@ -227,7 +201,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         first = failure.errors()[0]
         if not first["loc"]:  # a check of several fields writes the whole message
             raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
-        option = _told_name(kind, str(first["loc"][0]))
+        option = flags_of(kind, str(first["loc"][0]))[0]
         if len(first["loc"]) > 1 and isinstance(first["loc"][1], str):  # one of --set
             option += f" {first['loc'][1]}"
         if first["type"] == "missing":
@@ -235,11 +209,86 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         if first["type"] == "extra_forbidden":
             raise UserError(f"{option} is no setting of this command (see --help)") from None
         message = first["msg"].removeprefix("Value error, ")
-        message = message[0].lower() + message[1:]
-        raise UserError(f"{option} {shown(first['input'])}: {message}") from None
+        raise UserError(f"{option} {shown(first['input'])}: {message[0].lower()}{message[1:]}") from None
 
 
 def shown(value: Any) -> str:
     """A wrong value as an error message shows it: on one line, at most `MOST_SHOWN` characters."""
     text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+def options_of(kind: type[Settings]) -> list[click.Parameter]:
+    """The option, or the argument, of each field of settings."""
+    return [_option(kind, field, info) for field, info in kind.model_fields.items()]
+
+
+def _option(kind: type[Settings], field: str, info: Any) -> click.Parameter:
+    names, extra, is_flag = flags_of(kind, field), info.json_schema_extra or {}, info.annotation in (bool, bool | None)
+    if metavar := extra.get("argument"):
+        is_list = typing.get_origin(info.annotation) is tuple
+        return click.Argument([field], metavar=metavar, nargs=-1 if is_list else 1, required=True)
+    named: dict[str, Any] = {"default": None, "help": _help(info)}
+    if is_flag and "flags" not in extra:
+        # Both --x and --no-x, so that an option can override either value in a file.
+        return click.Option([f"{names[0]}/--no-{names[0].removeprefix('--')}"], **named)
+    if not is_flag:
+        named |= {"metavar": _metavar(info.annotation, info.metadata), "multiple": "multiple" in extra}
+    return click.Option([*names, field], is_flag=is_flag, **named)
+
+
+def _help(info: Any) -> str:
+    text = " ".join(str(info.description).split())
+    if info.is_required() or info.default in (None, ()) or info.default is False or isinstance(info.default, Settings):
+        return text
+    return f"{text} [default: {info.default}]"
+
+
+def _metavar(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """How the help shows an option's value: its choices, the type's own text, or N, X, PATH or TEXT by its type."""
+    if own := next((one for one in metadata if isinstance(one, str)), None):
+        return own
+    members = [member for member in typing.get_args(annotation) if member is not types.NoneType]
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return "|".join(members)
+    if origin in (types.UnionType, typing.Union, typing.Annotated):
+        return _metavar(members[0], members[1:])
+    if origin is tuple:
+        return "{0},{0},...".format(_metavar(members[0]))
+    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+
+
+def read_file(path: Path, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Settings of a YAML or JSON file, such as a run's config.json, by field, without those of `left_out`.
+
+    UserError where the file is not readable, too large or holds no mapping.
+    """
+    try:
+        content = _parse(read_limited(path).decode())
+    except yaml.YAMLError as failure:
+        mark = getattr(failure, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise UserError(f"--config {path}: it is neither YAML nor JSON{where}; {REMEDY}") from None
+    except (OSError, ValueError, TypeError, RecursionError) as failure:
+        reason = getattr(failure, "strerror", None) or shown(" ".join(str(failure).split()))
+        raise UserError(f"--config {path}: {reason}; {REMEDY}") from None
+    content.pop("run", None)  # facts about the run in its config.json, no settings
+    return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The mapping in a text. ValueError where it holds something else.
+
+    A plain value of YAML is text, as on the command line, and the field's type converts it: YAML's own types would make
+    `off` False, `10:20` 620 and `010` 8.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        content = yaml.load(text, yaml.BaseLoader)
+        if isinstance(content, dict):
+            content = {key: None if value in NOTHING else value for key, value in content.items()}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError("it holds no settings")
+    return content

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-MOST_JSON_BYTES = 1 << 24
+MOST_BYTES = 1 << 24
 PART = ".part"  # ends the name of a file that is being written
 
 
@@ -24,23 +24,25 @@ def parse_json(data: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        OSError: where it cannot be read.
-        ValueError: where it is not JSON, or is larger than `MOST_JSON_BYTES`.
-    """
+def read_limited(path: Path) -> bytes:
+    """The content of a file. ValueError where it has more than `MOST_BYTES`, or is no regular file."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a FIFO would block for ever
+        raise ValueError("it is no regular file")
     with path.open("rb") as file:
-        data = file.read(MOST_JSON_BYTES + 1)
-    if len(data) > MOST_JSON_BYTES:
-        raise ValueError(f"it has more than {MOST_JSON_BYTES:,} bytes")
-    return parse_json(data)
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. OSError where it cannot be read; ValueError where it is not JSON, or too large."""
+    return parse_json(read_limited(path))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically; see `replace_bytes`."""
-    replace_bytes(path, text.encode())
+    """Write a text file atomically; see `replace_lines`."""
+    replace_lines(path, [text.encode()])
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
@@ -52,10 +54,7 @@ def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Write a file atomically: after a crash, or on a full disk, it holds the old content or the new one.
 
     The content is on disk before the file gets its name, and the name is on disk before this returns. A power failure
-    therefore leaves no empty file.
-
-    Raises:
-        OSError: where it cannot be written, or is no regular file.
+    therefore leaves no empty file. OSError where it cannot be written, or is no regular file.
     """
     if not can_be_replaced(path):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -79,11 +78,7 @@ def can_be_replaced(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk.
-
-    Raises:
-        OSError: where they cannot be written.
-    """
+    """Wait until a file's content, or a folder's entries, are on disk. OSError where they cannot be written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,11 +87,7 @@ def sync(path: Path) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to an existing file; after an error the file is as it was.
-
-    Raises:
-        OSError: where it cannot be written, or the file is gone.
-    """
+    """Append to an existing file. OSError where it is gone or cannot be written; it then is as it was."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)  # no O_CREAT: a new file would hide that the old one is gone
     try:
         size = os.fstat(descriptor).st_size
@@ -145,16 +136,16 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Write a text, or drop it."""
-        self._try(lambda: self._stream.write(text))
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush what is written, or drop it."""
         self._try(self._stream.flush)
 
-    def _try(self, act: Callable[[], Any]) -> None:
+    def _try(self, act: Callable[..., Any], *text: str) -> None:
         try:
-            act()
+            act(*text)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 

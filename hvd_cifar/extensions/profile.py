@@ -26,7 +26,6 @@ class Settings(fields.Settings):
         None,
         description="First and last step to profile, such as 100:110. TensorBoard shows the profile of each rank; "
         "docs/tensorboard.md. [default: none]",
-        json_schema_extra={"metavar": "N:N"},
     )
 
 

@@ -20,8 +20,7 @@ from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Network, Participants, find_network
 from hvd_cifar.launch.job import Starter
-from hvd_cifar.launch.settings import LaunchSettings
-from hvd_cifar.options import launcher_options
+from hvd_cifar.launch.settings import LaunchSettings, launcher_options
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import LAUNCH, prepare_tensorflow
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES

@@ -20,10 +20,10 @@ from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import PART, replace_text
 from hvd_cifar.models.portable import portable
 from hvd_cifar.reporting import terminal
+from hvd_cifar.tools.settings import ExportSettings
 from hvd_cifar.training.evaluate import logits_of
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.trained import Trained, load
-from hvd_cifar.use_settings import ExportSettings
 
 SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
 

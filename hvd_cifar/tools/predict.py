@@ -18,9 +18,9 @@ from hvd_cifar.data.pictures import read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.files import complain
 from hvd_cifar.reporting import terminal
+from hvd_cifar.tools.settings import PredictSettings
 from hvd_cifar.training.evaluate import examples_at_once, logits_of
 from hvd_cifar.training.trained import Trained, load
-from hvd_cifar.use_settings import PredictSettings
 
 SHOWN = 3  # classes of each image
 

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pathlib import Path
+from typing import Annotated
 
-from hvd_cifar.config import StepOptions
-from hvd_cifar.fields import (
-    DEFAULT_PER_RANK_BATCH_SIZE,
-    MOST_EXAMPLES,
-    MOST_STEPS,
-    Bytes,
-    Finite,
-    LocalPath,
-    Settings,
-)
+from pydantic import BeforeValidator, Field, model_validator
+
+from hvd_cifar import fields
+from hvd_cifar.config import RunSettings, StepOptions
 from hvd_cifar.launch.settings import HostSettings
 
 
-class _BenchmarkOutput(Settings):
-    json_file: LocalPath | None = Field(None, description="JSON file to write the result to.")
+class _OneRunSettings(RunSettings):
+    run_dir: fields.LocalPath = Field(json_schema_extra={"argument": "RUN_DIR"})
+    """Folder of the run."""
+
+
+class ExportSettings(_OneRunSettings):
+    """Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."""
+
+    to: fields.LocalPath
+    """Folder to write; it must not exist, or be empty."""
+
+
+class PredictSettings(_OneRunSettings):
+    """Classify image files and folders of them with a trained net; exit code 2 if one cannot be read."""
+
+    images: tuple[Annotated[Path, BeforeValidator(fields.not_empty)], ...] = Field(
+        min_length=1, json_schema_extra={"argument": "IMAGE..."}
+    )
+    """Image files, and folders of them."""
+    as_json: bool = Field(False, json_schema_extra={"flags": ["--json"]})
+    """Print one JSON object a line, with the probabilities of all classes."""
+
+
+class _BenchmarkOutput(fields.Settings):
+    json_file: fields.LocalPath | None = Field(None, json_schema_extra={"flags": ["--json"]})
+    """JSON file to write the result to."""
 
 
 class BenchmarkStepSettings(StepOptions, _BenchmarkOutput):
-    """How long a training step and its parts take: the step of `train` with the same settings."""
+    """Measure the training step: speed, parts of its time, scaling efficiency."""
 
-    batch_size: int = Field(
-        DEFAULT_PER_RANK_BATCH_SIZE, gt=0, le=MOST_EXAMPLES, description="Examples a rank processes at a time."
-    )
-    steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
-    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after a warm-up measurement.")
-    min_efficiency: Finite | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="End with exit code 1 where the scaling efficiency is lower than this fraction.",
-    )
+    batch_size: fields.ExampleCount = fields.DEFAULT_PER_RANK_BATCH_SIZE
+    """Examples a rank processes at a time."""
+    steps: fields.StepCount = 10
+    """Steps in one measurement."""
+    repeats: fields.StepCount = 5
+    """Measurements of each kind, after a warm-up measurement."""
+    min_efficiency: fields.Finite | None = Field(None, gt=0, le=1)
+    """End with exit code 1 where the scaling efficiency is lower than this fraction."""
 
 
 class BenchmarkAllreduceSettings(_BenchmarkOutput):
-    """How long all-reduces of many sizes take."""
+    """Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums."""
 
-    min_bytes: Bytes = Field(
-        4, ge=4, validate_default=True, description="Smallest message; K, M, G are powers of 1024."
-    )
-    max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
-    factor: int = Field(2, ge=2, le=2**40, description="Ratio of each size to the one before.")
-    seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size.")
-    iterations: int = Field(
-        100, gt=0, le=MOST_STEPS, description="Maximum number of all-reduces in one measurement of a size."
-    )
-    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each size.")
+    min_bytes: fields.Bytes = Field(4, ge=4, validate_default=True)
+    """Smallest message; K, M, G are powers of 1024."""
+    max_bytes: fields.Bytes = Field(2**28, ge=4)
+    """Largest message."""
+    factor: int = Field(2, ge=2, le=2**40)
+    """Ratio of each size to the one before."""
+    seconds: fields.Finite = Field(0.3, gt=0)
+    """Approximate seconds per size."""
+    iterations: fields.StepCount = 100
+    """Maximum number of all-reduces in one measurement of a size."""
+    repeats: fields.StepCount = 5
+    """Measurements of each size."""
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
@@ -58,26 +76,25 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
         return self
 
 
-class ReportSettings(Settings):
-    """A page about runs."""
+class ReportSettings(fields.Settings):
+    """Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."""
 
-    run_dirs: tuple[LocalPath, ...] = Field(
-        min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
-    )
-    output: LocalPath | None = Field(
-        None, description="HTML file to write. [default: report.html in the first RUN_DIR]"
-    )
+    run_dirs: tuple[fields.LocalPath, ...] = Field(min_length=1, json_schema_extra={"argument": "RUN_DIR..."})
+    """Folders of runs; several are compared."""
+    output: fields.LocalPath | None = None
+    """HTML file to write. [default: report.html in the first RUN_DIR]"""
 
 
 class DoctorSettings(HostSettings):
-    """What the doctor checks: hosts as for the launcher."""
+    """Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail."""
 
-    probe_timeout: Finite = Field(30, gt=0, le=86_400, description="Seconds that a host may take to answer.")
-    job_timeout: Finite = Field(180, gt=0, le=86_400, description="Seconds after which the small job is ended.")
-    as_json: bool = Field(
-        False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
-    )
+    probe_timeout: fields.Finite = Field(30, gt=0, le=86_400)
+    """Seconds that a host may take to answer."""
+    job_timeout: fields.Finite = Field(180, gt=0, le=86_400)
+    """Seconds after which the small job is ended."""
+    as_json: bool = Field(False, json_schema_extra={"flags": ["--json"]})
+    """Print facts and findings as JSON, not as a table."""
 
 
-class DoctorJobSettings(Settings):
+class DoctorJobSettings(fields.Settings):
     """The command of the doctor's small job, as the doctor starts its ranks."""

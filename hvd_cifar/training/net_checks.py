@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -61,15 +61,14 @@ def structure(run: Run) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in parts.items()}
 
 
-def _parts_of(model: keras.Model) -> Iterator[Any]:
+def _parts_of(model: keras.Model) -> list[Any]:
     """Each layer and operation once; a model in the model after its parts."""
-    seen = set()
+    parts: dict[int, Any] = {}
     for layer in reversed(model._flatten_layers()):
         own = getattr(layer, "operations", ()) if hasattr(layer, "_nodes") or isinstance(layer, keras.Model) else ()
         for part in (*own, layer):
-            if id(part) not in seen and part is not model:
-                seen.add(id(part))
-                yield part
+            parts.setdefault(id(part), part)
+    return [part for part in parts.values() if part is not model]
 
 
 def _settings_of(part: Any) -> str:
@@ -86,7 +85,7 @@ def _settings_of(part: Any) -> str:
 
 def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     """The name of the first part of `other` that `one` lacks, or has with another digest; None: they are equal."""
-    wrong = [name for name, told in other.items() if one.get(name) != told]
+    wrong = [name for name, digest in other.items() if one.get(name) != digest]
     return next(iter([*wrong, *(name for name in one if name not in other)]), None)
 
 

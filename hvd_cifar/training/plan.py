@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import keras
 
@@ -12,34 +11,23 @@ from hvd_cifar import config
 from hvd_cifar.config import RecipeChanges, TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import DEFAULT_PER_RANK_BATCH_SIZE, Precision
+from hvd_cifar.fields import DEFAULT_PER_RANK_BATCH_SIZE, S
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run.
+    """The batch arithmetic of a run."""
 
-    Attributes:
-        examples: in the training set.
-        global_batch_size: examples per step over all ranks and micro-batches.
-        steps_per_epoch: including the last one, which may have fewer examples.
-        total_steps: the run ends after them.
-        all_steps: of all epochs, even where --max-steps ends the run earlier.
-        learning_rate_factor: multiplies the recipe's learning rate, for the global batch.
-        warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
-        evaluation_steps: between evaluations; 0: only at the end.
-    """
-
-    examples: int
-    global_batch_size: int
-    steps_per_epoch: int
-    total_steps: int
-    all_steps: int
-    learning_rate_factor: float
-    warmup_epochs: float
-    evaluation_steps: int
+    examples: int  # in the training set
+    global_batch_size: int  # examples per step over all ranks and micro-batches
+    steps_per_epoch: int  # including the last one, which may have fewer examples
+    total_steps: int  # the run ends after them
+    all_steps: int  # of all epochs, even where --max-steps ends the run earlier
+    learning_rate_factor: float  # multiplies the recipe's learning rate, for the global batch
+    warmup_epochs: float  # over which the learning rate rises; 1 by default where it is scaled up
+    evaluation_steps: int  # between evaluations; 0: only at the end
 
     def examples_in_step(self, step: int) -> int:
         """Examples of the global batch at a global step, counted from 0 over all epochs."""
@@ -60,23 +48,17 @@ def is_deterministic(settings: TrainSettings) -> bool:
 
 
 def changed(recipe: Recipe, settings: TrainSettings) -> Recipe:
-    """The recipe with the changes of --set.
-
-    Raises:
-        UserError: where a number of a user's recipe is not possible.
-    """
-    own = {name: getattr(recipe, name) for name in RecipeChanges.model_fields if name != "augmentation"}
-    with _of_recipe(settings):
-        config.make(RecipeChanges, own)
+    """The recipe with the changes of --set. UserError where a number of a user's recipe is not possible."""
     # `work.transforms_of` heeds "augmentation": it means the recipe's transforms without their random part.
-    return replace(recipe, **{name: value for name, value in settings.set.given.items() if name != "augmentation"})
+    own = {name: getattr(recipe, name) for name in RecipeChanges.model_fields.keys() - {"augmentation"}}
+    _checked(RecipeChanges, own, settings)
+    return replace(recipe, **settings.set.model_dump(exclude_none=True, exclude={"augmentation"}))
 
 
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
     """Settings with the recipe's values instead of None, except values that depend on ranks or machines.
 
-    Raises:
-        UserError: where an option could not have the recipe's value.
+    UserError where an option could not have the recipe's value: config.json could not be read again.
     """
     defaults = {
         "epochs": recipe.epochs,
@@ -85,32 +67,22 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
         "threads_per_rank": threads_of(settings),
     }
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
-    # Checked as options are: config.json could not be read again otherwise.
-    with _of_recipe(settings):
-        made = config.make(TrainSettings, settings.model_dump() | missing)
+    made = _checked(TrainSettings, settings.model_dump() | missing, settings)
     return made.model_copy(update={"deterministic": is_deterministic(settings)})
 
 
-@contextmanager
-def _of_recipe(settings: TrainSettings) -> Iterator[None]:
+def _checked(kind: type[S], values: dict[str, Any], settings: TrainSettings) -> S:
     try:
-        yield
+        return config.make(kind, values)
     except UserError as error:
         raise UserError(f"--model {settings.model}: its recipe: {error}") from None
 
 
 def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None) -> Plan:
-    """The batch arithmetic of resolved settings.
+    """The batch arithmetic of resolved settings, for `examples` to train on and `size` ranks.
 
-    Args:
-        recipe: of the model.
-        examples: in the training set.
-        size: number of ranks.
-        batch_ranks: the number of ranks that turns --batch-size into a global batch, by default `size`.
-
-    Raises:
-        UserError: where a micro-batch of the global batch would be empty, the global batch exceeds the training set,
-            or the warm-up is longer than the run.
+    `batch_ranks` is the number of ranks that turns --batch-size into a global batch, by default `size`. UserError where
+    a micro-batch would be empty, the global batch exceeds the training set, or the warm-up is longer than the run.
     """
     try:
         config.check_warmup(recipe.warmup_epochs, settings.epochs)  # again, since they may be the recipe's
@@ -154,8 +126,9 @@ def global_batch(settings: TrainSettings, batch: Batch, ranks: int) -> int:
 
 def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> Schedule:
     """The learning rate of resolved settings: scaled by the batch, warmed up, then with the recipe's decay."""
-    assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
-    decay, batch = recipe.schedule, batch_plan.global_batch_size
+    assert settings.learning_rate is not None, "settings are resolved"
+    assert settings.epochs is not None, "settings are resolved"
+    decay, all_steps = recipe.schedule, batch_plan.all_steps
     of_keras = isinstance(decay, keras.optimizers.schedules.LearningRateSchedule)  # is called with a step's number
     if of_keras or not (callable(decay) or isinstance(decay, Staircase | ToZero)):
         raise UserError(
@@ -164,38 +137,31 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
         )
     stairs: tuple[int, ...] = ()
     if isinstance(decay, Staircase):
-        full = decay.full_examples or 0
-        if settings.epochs * batch_plan.examples < full:
+        stairs = tuple(examples // batch_plan.global_batch_size for examples in decay.examples)
+        full = decay.full_examples
+        if full and settings.epochs * batch_plan.examples < full:
             # A shorter run shrinks the staircase: at the full rate its last weights would still move far in each step.
             # Counted in steps: in a small set the last batch of each epoch may be far from full.
-            stairs = tuple(max(1, round(batch_plan.all_steps * examples / full)) for examples in decay.examples)
-        else:
-            stairs = tuple(examples // batch for examples in decay.examples)
+            stairs = tuple(max(1, round(all_steps * examples / full)) for examples in decay.examples)
     warmup_steps = round(batch_plan.warmup_epochs * batch_plan.steps_per_epoch)
-    scaled_up = batch_plan.learning_rate_factor > 1
+    base = settings.learning_rate if batch_plan.learning_rate_factor > 1 else 0.0
     peak = settings.learning_rate * batch_plan.learning_rate_factor
     return Schedule(
-        base=(settings.learning_rate if scaled_up else 0.0) if warmup_steps else peak,
+        base=base if warmup_steps else peak,
         peak=peak,
         warmup_steps=warmup_steps,
         decay_steps=stairs,
         decay=decay.factor if isinstance(decay, Staircase) else 1.0,
-        zero_at=batch_plan.all_steps if isinstance(decay, ToZero) else None,
+        zero_at=all_steps if isinstance(decay, ToZero) else None,
         shape=decay if callable(decay) else None,
-        shape_steps=batch_plan.all_steps,
+        shape_steps=all_steps,
     )
 
 
-def precision_of(settings: TrainSettings) -> Precision:
-    """The precision of settings after `work.for_machines`."""
-    assert settings.precision is not None, "settings have a precision"
-    return settings.precision
-
-
-def set_precision(precision: str, seed: int) -> None:
+def set_precision(precision: str | None, seed: int) -> None:
     """Set dtypes, order of dimensions and seed of all later Keras objects, and restart the numbering of their names."""
     keras.utils.clear_session(free_memory=False)  # layers of a second run in this process are numbered from 0 again
     keras.config.set_floatx("float64" if precision == "float64" else "float32")  # the dtype of an optimizer's scalars
-    keras.config.set_dtype_policy(precision)  # floatx does not change a policy that is already in use
+    keras.config.set_dtype_policy(precision or "float32")  # floatx does not change a policy that is already in use
     keras.config.set_image_data_format("channels_last")  # the user's keras.json may say otherwise
     keras.utils.set_random_seed(seed % 2**32)

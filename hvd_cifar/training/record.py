@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvd_cifar import __version__, fields, settings_file
+from hvd_cifar import __version__, fields
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import TrainingError, UserError, reason_of
-from hvd_cifar.files import complain
+from hvd_cifar.files import complain, replace_text
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.endings import lost_rank
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
-from hvd_cifar.training import net_checks, random_layers, run_dir, user_files
+from hvd_cifar.training import net_checks, run_dir, user_code
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.plan import Plan
-from hvd_cifar.training.work import UserObjects, Work, bucket_bytes_of
+from hvd_cifar.training.work import UserObjects, Work, bucket_bytes_of, random_layers
 
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
@@ -89,7 +90,7 @@ class Record:
         self.net = net_checks.structure(run)
         net_checks.refuse_unlike(self.net, work.model.name)
         without_callbacks = work.settings.model_copy(update={"callbacks": ()})
-        self._of_course = user_files.modules_of(without_callbacks, given.named)
+        self._of_course = user_code.modules_of(without_callbacks, given.named)
         self.must_match = {
             # The name, not "auto", under which a later evaluation might find another data set.
             "dataset": _name_of_data(work, given),
@@ -114,7 +115,7 @@ class Record:
         Raises:
             UserError: where the net or the data is not that of the run to resume, or a file cannot be written.
         """
-        modules = user_files.modules_of(run.settings, [*self._given.named, *self._given.callbacks])
+        modules = user_code.modules_of(run.settings, [*self._given.named, *self._given.callbacks])
         facts = {**self.must_match, **self._facts(run)}
 
         def at_root() -> list[str]:
@@ -122,7 +123,7 @@ class Record:
             if newest:
                 _refuse_other_net(run.settings, facts)
                 changed = changed_kernels(newest.parent.parent, self._kernels)
-            facts["code"] = user_files.keep(run.run_dir, modules, self._of_course)
+            facts["code"] = user_code.keep(run.run_dir, modules, self._of_course)
             named = run.settings.model_copy(update={"dataset": self.must_match["dataset"]})
             write(run.run_dir, named, run.plan, facts)
             return changed
@@ -201,7 +202,8 @@ def write(folder: Path, settings: TrainSettings, plan: Plan, facts: dict[str, An
         }
     )
     try:
-        settings_file.write_file(path, repeatable, {"run_dir": str(folder), **facts})
+        content = {**repeatable.model_dump(mode="json"), "run": {"run_dir": str(folder), **facts}}
+        replace_text(path, json.dumps(content, indent=2) + "\n")
     except OSError as failure:
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
@@ -254,7 +256,7 @@ def describe(run: Run) -> list[str]:
     alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
     asked = settings.precision == "mixed_bfloat16"
     slow = asked and any(rank.precision == "float32" for rank in world.ranks)
-    drawing = [layer.name for layer in random_layers.random_layers(net.model)]
+    drawing = [layer.name for layer in random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     held = len(work.dataset.validation or ())
     return [

@@ -13,7 +13,7 @@ from hvd_cifar import fields
 from hvd_cifar.config import DataSettings
 from hvd_cifar.data.dataset import UNNAMED, Dataset
 from hvd_cifar.data.host_files import Onlooker, digest_of, searched, written
-from hvd_cifar.data.source import Source, prepare, source_of
+from hvd_cifar.data.source import prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import PART, complain
@@ -31,21 +31,16 @@ BLOCK_BYTES = 4 << 20  # of a file that is sent
 def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
     """The run's data set, the same files on every host; a collective.
 
-    Rank 0 finds or makes the files. Each other host has the same ones, or is sent them.
-
-    Args:
-        own: the user's data set, or a function that every rank calls for it. None: the settings name a built-in set.
-
-    Raises:
-        UserError: on every rank, where one host cannot get the data, or hosts have different data.
+    Rank 0 finds or makes the files. Each other host has the same ones, or is sent them. `own` is the user's data set,
+    or a function that every rank calls for it; None: the settings name a built-in set. UserError, on every rank, where
+    one host cannot get the data, or hosts have different data.
     """
     if settings.image_size and not settings.dataset.startswith(fields.FOLDER_DATASET):
         raise UserError("--image-size goes with --dataset folder:PATH; give a data set of your own images of one size")
     if own is not None:
         return _own_dataset(own, settings)
     firsts = [rank.first for rank in world.ranks]
-    shared = [world.ranks[first].host for first in dict.fromkeys(firsts)]
-    names = [rank.host + f" (rank {rank.first})" * (shared.count(rank.host) > 1) for rank in world.ranks]
+    names = [f"{rank.host} (rank {rank.first})" for rank in world.ranks]  # hosts may share a name
     others = [rank for rank in dict.fromkeys(firsts) if rank != 0]  # which act for hosts that are not rank 0's
     onlooker = Onlooker(Watch.sign_of_life)
     if world.rank in [0, *others[:1]]:  # hosts decode at the same time: one of them shows its progress
@@ -64,9 +59,13 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     def find() -> Path | None:
         if world.rank not in others:
             return origin
-        return _found(source, settings.data_dir, onlooker, digests, names[world.rank]) or (
-            None if _differing(received, digests) else received
-        )
+        found = source.locate(settings.data_dir, onlooker)
+        if found and (other := _differing(found, digests)):
+            raise UserError(
+                f"{names[world.rank]}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {found} "
+                "away to have rank 0's sent"
+            )
+        return found or (None if _differing(received, digests) else received)
 
     folders = collectives.all_gather_object(collectives.on_every_rank(find))
     if lacking := [rank for rank in others if folders[rank] is None]:
@@ -109,17 +108,6 @@ def _differing(folder: Path, expected: Digests) -> Path | None:
     return next((folder / name for name, digest in expected.items() if digest_of(folder / name) != digest), None)
 
 
-def _found(source: Source, data_dir: Path, onlooker: Onlooker, expected: Digests, host: str) -> Path | None:
-    """The folder in which this host has the set; None: it lacks the set. UserError where its files are not rank 0's."""
-    folder = source.locate(data_dir, onlooker)
-    if folder and (other := _differing(folder, expected)):
-        raise UserError(
-            f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have rank "
-            "0's sent"
-        )
-    return folder
-
-
 def _send(origin: Path, digests: Digests, received: Path | None) -> None:
     """Broadcast rank 0's files into the folder `received` of ranks that have one. A collective.
 
@@ -127,12 +115,12 @@ def _send(origin: Path, digests: Digests, received: Path | None) -> None:
     places, and what a killed rank has left is written again.
     """
     for name, digest in digests.items():
-        start = 0
-        while block := collectives.on_root(partial(_read, origin / name, start)):
-            collectives.on_every_rank(partial(_write, received, name, start, block))
+        start, block = 0, b"-"
+        while block:
+            block = collectives.on_root(partial(_read, origin / name, start))
+            collectives.on_every_rank(partial(_receive, received, name, digest, start, block))
             Watch.sign_of_life()
             start += len(block)
-        collectives.on_every_rank(partial(_complete, received, name, digest))
 
 
 def _read(path: Path, start: int) -> bytes:
@@ -141,19 +129,18 @@ def _read(path: Path, start: int) -> bytes:
         return file.read(BLOCK_BYTES)
 
 
-def _write(folder: Path | None, name: str, start: int, block: bytes) -> None:
-    if folder:
-        with written(folder):
+def _receive(folder: Path | None, name: str, digest: str, start: int, block: bytes) -> None:
+    """Write a block of a file; the last one is empty, and gives the file its name. UserError where it is damaged."""
+    if folder is None:
+        return
+    part = folder / f"{name}{PART}"
+    with written(folder):
+        if block:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(os.open(folder / f"{name}{PART}", os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
                 file.seek(start)
                 file.write(block)
-
-
-def _complete(folder: Path | None, name: str, digest: str) -> None:
-    """Give a file that has arrived its name. UserError where it is damaged."""
-    if folder and digest_of(folder / name) != digest:  # else another job was faster
-        if digest_of(folder / f"{name}{PART}") != digest:
-            raise UserError(f"{folder / name} arrived damaged (its SHA-256 differs): start again")
-        with written(folder):
-            os.replace(folder / f"{name}{PART}", folder / name)
+        elif digest_of(folder / name) != digest:  # else another job was faster
+            if digest_of(part) != digest:
+                raise UserError(f"{folder / name} arrived damaged (its SHA-256 differs): start again")
+            os.replace(part, folder / name)

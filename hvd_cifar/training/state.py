@@ -10,9 +10,9 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from hvd_cifar.data import sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
-from hvd_cifar.training.random_layers import separate
 
 # shared: the same on all ranks. own: differs between ranks, which average it before it is saved or evaluated.
 # root: of each rank, such as a clock; rank 0's value is saved, and never compared.
@@ -122,8 +122,13 @@ class TrainState:
         collectives.broadcast_variables(self.variables, root)
 
     def draw_apart(self, rank: int) -> None:
-        """Derive this rank's seeds of random layers from those that all ranks have got; rank 0 keeps them."""
-        separate(self.model, rank)
+        """Derive this rank's seeds of random layers, such as dropout, from those that all ranks have got from rank 0.
+
+        So ranks do not drop the same units. Rank 0 keeps its seeds, which checkpoints hold.
+        """
+        for state in random_states(self.model):
+            seed, count = state.numpy().tolist()
+            state.assign([seed ^ (int(sampler.key(rank)) >> 32) if rank else seed, count])
 
     def average(self, step: int) -> None:
         """Average `own` over the ranks, at most once a step, since each average rounds. A collective."""

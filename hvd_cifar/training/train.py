@@ -27,7 +27,7 @@ from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import net_checks, run_dir, user_code, user_files
+from hvd_cifar.training import net_checks, run_dir, user_code
 from hvd_cifar.training.callbacks import Run, check_interface
 from hvd_cifar.training.checkpoint import Checkpoints
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
@@ -72,7 +72,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     """
     # Settings to data, recipe and batch arithmetic.
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
-    user_code.use_copies(collectives.on_root(lambda: user_files.to_continue(settings)))
+    user_code.use_copies(collectives.on_root(lambda: user_code.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
         world = replace(world, algorithm="all-to-all and all-gather")

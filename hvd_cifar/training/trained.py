@@ -1,60 +1,64 @@
-"""A trained run: its settings and its net at a checkpoint, without reading its data set."""
+"""A trained run: its settings and its net at a checkpoint; the commands `evaluate` and `validate`.
+
+`evaluate` takes a checkpoint and the whole test set. The launcher starts `validate` for --validation-ranks: it takes
+snapshots of a run that another job trains. Both run on any number of ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
-from dataclasses import dataclass
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
+from filelock import FileLock
 
 from hvd_cifar import fields, models
-from hvd_cifar.config import TrainSettings
+from hvd_cifar.config import EvaluateSettings, RunSettings, TrainSettings, ValidateSettings
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError
-from hvd_cifar.models import Model
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.files import complain, replace_text
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.training import checkpoint, user_code, user_files
-from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.training import checkpoint, snapshots, user_code
+from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.training.plan import changed, resolve, set_precision
 from hvd_cifar.training.record import described_data
 from hvd_cifar.training.run_dir import recorded, settings_of_run
 from hvd_cifar.training.state import TrainState
-from hvd_cifar.training.work import transforms_of
-from hvd_cifar.use_settings import RunSettings
+from hvd_cifar.training.work import UserObjects, load_data, model_of, recipe_of, transforms_of
+
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass
 class Trained:
-    """A run's net, as evaluation uses it.
+    """A run's net, as evaluation uses it."""
 
-    Attributes:
-        settings: the run's, resolved.
-        recipe: its model's, with the run's changes.
-        facts: the "run" section of config.json.
-        dataset: the run's data set, without examples.
-        model: from images as the transforms make them to logits [b, classes].
-        transforms: from the data set's images to what the net sees.
-        state: what is read from a checkpoint.
-        averages: of the weights, if the run keeps them.
-        checkpoint: of the weights, once they are read.
-    """
-
-    settings: TrainSettings
-    recipe: Recipe
-    facts: dict[str, Any]
-    dataset: Dataset
-    model: keras.Model
-    transforms: Transforms
-    state: TrainState
-    averages: MovingAverage | None = None
-    checkpoint: Path = Path()
+    settings: TrainSettings  # resolved
+    recipe: Recipe  # with the run's changes
+    facts: dict[str, Any]  # the "run" section of config.json
+    dataset: Dataset  # the run's, without examples
+    model: keras.Model  # from images as the transforms make them to logits [b, classes]
+    transforms: Transforms  # from the data set's images to what the net sees
+    state: TrainState  # what is read from a checkpoint
+    averages: MovingAverage | None = None  # of the weights, if the run keeps them
+    checkpoint: Path = Path()  # of the weights, once they are read
 
     @property
     def step(self) -> int:
@@ -66,79 +70,70 @@ class Trained:
         """Whether logits are the average of six views of an image."""
         return self.recipe.test_time_augmentation
 
-    def finish(self, path: Path) -> None:
-        """Make the net ready, once the state has the values of a checkpoint."""
+    def read(self, path: Path, ranks: Any = collectives) -> None:
+        """Load a checkpoint. A collective of `ranks`. UserError where it cannot be read, or is of another net."""
+        ranks.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
+        if ranks is collectives:
+            self.state.broadcast()
         self.checkpoint = path
         finish_all(self.model)
         if self.averages:
             self.averages.swap()
 
-    def read(self, path: Path) -> None:
-        """Load a checkpoint on all ranks. A collective.
 
-        Raises:
-            UserError: where it cannot be read, or is of another net.
-        """
-        collectives.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
-        self.state.broadcast()
-        self.finish(path)
+def rebuild(
+    settings: TrainSettings,
+    run_dir: Path,
+    given: UserObjects | None = None,
+    own: Sequence[str] = (),
+    ranks: Any = collectives,
+) -> Trained:
+    """The net of a run with its initial weights, without the run's data set. A collective of `ranks`.
 
-
-def rebuild(settings: TrainSettings, model: Model, run_dir: Path) -> Trained:
-    """The net of a run with its initial weights, without the run's data set.
-
-    Args:
-        settings: from `find` or `settings_of`.
-        model: that these name.
-
-    Raises:
-        UserError: where the record lacks the data set, or the model cannot be built.
+    `settings` are from `find` or `settings_of`, `own` the specs of objects that the user names instead of the run's.
+    UserError where the record lacks the data set, or the model cannot be built.
     """
-    facts = recorded(run_dir / "config.json")["run"]
-    dataset = described_data(facts, run_dir)
-    set_precision("float32", settings.seed)
-    model = models.with_recipe(model, dataset.image_shape, dataset.classes)
-    assert model.recipe is not None, "it was asked for"
-    recipe = changed(model.recipe.for_batch(settings.global_batch_size or 0), settings)
-    settings = resolve(settings, recipe)
-    transforms = transforms_of(settings, recipe, dataset)
-    set_precision(precision_of(settings), settings.seed)
-    net = models.build(model, transforms.shape, dataset.classes)
-    state, averages = TrainState(net.model), None
-    if recipe.ema_decay:
-        averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay)
-        state.add_core("averages", averages.variables)
-    return Trained(settings, recipe, facts, dataset, net.model, transforms, state, averages)
+    user_code.use_copies(ranks.on_root(lambda: user_code.of_trained(run_dir, own)))
+    named = model_of(settings, given or UserObjects(), ranks)
+
+    def build() -> Trained:
+        facts = recorded(run_dir / "config.json")["run"]
+        dataset = described_data(facts, run_dir)
+        set_precision("float32", settings.seed)
+        model = models.with_recipe(named, dataset.image_shape, dataset.classes)
+        recipe = changed(recipe_of(model).for_batch(settings.global_batch_size or 0), settings)
+        resolved = resolve(settings, recipe)
+        transforms = transforms_of(resolved, recipe, dataset)
+        set_precision(resolved.precision, resolved.seed)
+        net = models.build(model, transforms.shape, dataset.classes).model
+        state, averages = TrainState(net), None
+        if recipe.ema_decay:
+            averages = MovingAverage(net.trainable_variables, recipe.ema_decay)
+            state.add_core("averages", averages.variables)
+        return Trained(resolved, recipe, facts, dataset, net, transforms, state, averages)
+
+    return ranks.host_by_host(build)
 
 
 def load(settings: RunSettings) -> Trained:
-    """Load the net of a run in a single process, without the run's data set.
-
-    Raises:
-        UserError: where there is no such run, checkpoint or net.
-    """
+    """The net of a run in a single process. UserError where there is no such run, checkpoint or net."""
     if (launched_size() or 1) > 1:
         raise UserError("a launcher started this command several times; it runs in one process: call it once")
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     values, path = find(settings, needs_data=False)
-    user_code.use_copies(user_files.of_trained(settings.run_dir, [settings.model or ""]))
-    name = values.model
-    model = models.BUILT_IN.get(name) or Model(name, user_code.load_alone(name, "--model"))
-    trained = rebuild(values, model, settings.run_dir)
-    checkpoint.restore(trained.state, path, partial=True)
-    trained.finish(path)
+    trained = rebuild(values, settings.run_dir, own=[settings.model or ""], ranks=user_code.Alone)
+    trained.read(path, user_code.Alone)
     return trained
 
 
 def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     """The run's settings, overridden by those given in `settings`, and the path of the checkpoint.
 
-    Raises:
-        UserError: where there is no such run or checkpoint.
+    UserError where there is no such run or checkpoint.
     """
-    names = ("model", "dataset", "data_dir")
-    changes = {name: v for name in names if (v := getattr(settings, name, None)) is not None}
+    given = {name: getattr(settings, name, None) for name in ("model", "dataset", "data_dir")}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     changes["hold_out"] = None  # only the test set is evaluated
     if settings.test_time_augmentation is not None:
         changes["set"] = {"test_time_augmentation": settings.test_time_augmentation}
@@ -162,3 +157,133 @@ def settings_of(run_dir: Path, **changes: Any) -> TrainSettings:
     if not str(changes.get("dataset", then.get("dataset"))).startswith(fields.FOLDER_DATASET):
         changes["image_size"] = None  # of another set that is evaluated
     return settings_of_run(path, **changes)
+
+
+def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -> dict[str, Any]:
+    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output.
+
+    UserError where there is no such run or checkpoint, or its data set cannot be found or made; TrainingError where the
+    loss is not finite.
+    """
+    given = given or UserObjects()
+    with session() as world:
+        has_data = given.dataset is not None
+        values, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
+        own = [spec for spec in (settings.model, settings.dataset) if spec is not None]
+        trained = rebuild(values, settings.run_dir, given, own)
+        trained.read(path)
+        any_size = not isinstance(trained.recipe.augmentation, str)
+        dataset = as_learnt(load_data(values, world, given.dataset), trained.dataset, any_size)
+        is_of_run = not has_data and settings.dataset is None
+        if world.is_root and is_of_run and trained.facts["test_sha256"] != dataset.test.digest:
+            complain(f"note: {dataset.name}: its test examples are not those of the run")
+
+        evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, settings.batch_size)
+        found = evaluate(trained.six_views)
+        if not math.isfinite(found.loss):
+            raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")
+        result: dict[str, Any] = {
+            "dataset": dataset.name,
+            "model": values.model,
+            "checkpoint": str(path),
+            "step": trained.step,
+            "world_size": world.size,
+            "test_accuracy": found.accuracy,
+            "test_loss": found.loss,
+            "test_views": found.views,
+            "test_accuracy_of_one_view": found.plain_accuracy,
+            "test_examples": found.examples,
+        }
+        if world.is_root:
+            terminal.say(
+                f"{dataset.name}, {values.model}, step {trained.step}: test accuracy {found.accuracy:.2%}, "
+                f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
+            )
+        collectives.on_root(lambda: _write(settings.output, result))
+        return result
+
+
+def _write(output: Path | None, result: dict[str, Any]) -> None:
+    try:
+        if output:
+            replace_text(output, json.dumps(result, indent=2) + "\n")
+    except OSError as failure:
+        raise UserError(f"--output {output}: {failure.strerror}; give a file that can be written") from None
+
+
+def as_learnt(given: Dataset, learnt: Dataset, any_size: bool) -> Dataset:
+    """A set to evaluate, with the classes and channel statistics of the set that the run's net has learnt.
+
+    `any_size`: whether the run's transforms are the user's own, which may take images of any size. UserError where the
+    set has images of another size, or other classes.
+    """
+    known, named = learnt.labels_in_words, given.class_names
+    theirs, own = (" x ".join(map(str, one.image_shape)) for one in (given, learnt))
+    if theirs != own and not any_size:
+        raise UserError(
+            f"data set {given.name}: its images are {theirs} and the run's {own} (height x width x channels): "
+            "give a set with images of the run's size"
+        )
+    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
+    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
+        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
+        raise UserError(
+            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
+            "give a set with the same classes"
+        )
+    names = ("classes", "class_names", "channel_mean", "channel_deviation")
+    return replace(given, **{name: getattr(learnt, name) for name in names})
+
+
+class _Ended(SystemExit):
+    """The launcher ends this job: training is done."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended(0)
+
+
+def validate_run(settings: ValidateSettings) -> None:
+    """Evaluate each newest snapshot of a run on all ranks of this job, until a signal ends it."""
+    signal.signal(signal.SIGTERM, _end)
+    with session() as world:
+        held: list[FileLock] = []
+        evaluate = None
+        while True:
+            path = collectives.on_root(partial(_take, settings.run_dir, held))
+            if path is None:
+                time.sleep(SECONDS_BETWEEN_LOOKS)  # on every rank: waiting in a collective would keep a core busy
+                continue
+            # Only now: training writes config.json, which the evaluator reads, before the first snapshot.
+            evaluate = evaluate or _evaluator(settings.run_dir, world)
+            found = evaluate(path)
+            if world.is_root and found:
+                with contextlib.suppress(OSError):  # training has returned to an earlier step, and removed the snapshot
+                    snapshots.answer(path, found)
+
+
+def _take(run_dir: Path, held: list[FileLock]) -> Path | None:
+    """Rank 0's part: the newest snapshot; None: none is there. `held`: the lock, once there is a run."""
+    if not held and (lock := snapshots.follow(run_dir)):
+        held.append(lock)
+    return snapshots.take(run_dir) if held else None
+
+
+def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
+    """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
+    settings = collectives.on_root(lambda: settings_of(run_dir))
+    trained = rebuild(settings, run_dir)
+    dataset = load_data(settings, world, None)
+    part = "validation" if dataset.validation else "test"
+    evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, None, part)
+
+    def evaluate_snapshot(path: Path) -> Evaluation | None:
+        try:
+            trained.read(path)
+        except UserError:
+            if collectives.on_root(path.exists):
+                raise
+            return None
+        return replace(evaluate(False), step=snapshots.step_of(path))
+
+    return evaluate_snapshot

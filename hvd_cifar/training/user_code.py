@@ -1,7 +1,13 @@
-"""Loads a user's own model, data set or callback by name: the same object on every rank of every host."""
+"""A user's own model, data set and callbacks, by name: the same objects on every rank, and copies of their files.
+
+A run copies the files of net, data set and callbacks, and what these have imported from their own folder, to RUN/code,
+with digests in config.json. All processes of a job, and `evaluate`, `predict` and `export`, use the copies. A run that
+resumes compares.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -9,74 +15,85 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import linecache
+import os
 import sys
+import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hvd_cifar import fields
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError, cause_of
+from hvd_cifar.errors import UserError, cause_of, reason_of
+from hvd_cifar.files import complain, replace_text
+from hvd_cifar.runtime import environment
+from hvd_cifar.training import run_dir
+
+FOLDER = "code"
+# Not the user's: this package, installed ones, Python's.
+OTHERS = (str(Path(__file__).parents[1]) + os.sep, *(p + os.sep for p in {sys.prefix, *sysconfig.get_paths().values()}))
+
+# By the name under which a module is imported, or the path of a FILE.py: where the file was, and its text.
+Copies = dict[str, tuple[str, str]]
+_copies: Copies = {}
+_texts: dict[str, str] = {}  # of each FILE.py that has been run
+_loads: list[str] = []  # the files that run now
 
 
-def load(spec: str, option: str) -> Any:
-    """The object that FILE.py:NAME or package.module:NAME names. A collective.
+class Alone:
+    """Takes the place of `collectives` in a process without Horovod."""
+
+    on_root = on_every_rank = host_by_host = staticmethod(lambda function: function())
+
+
+def load(spec: str, option: str, ranks: Any = collectives) -> Any:
+    """The object that FILE.py:NAME or package.module:NAME names. A collective of `ranks`.
 
     Every rank runs rank 0's text of FILE.py, even on a host that lacks the file. Modules that FILE.py imports from its
-    folder must be on every host.
-
-    Args:
-        spec: as `config` has checked it.
-        option: for messages, such as "--model".
-
-    Raises:
-        UserError: on every rank, with the cause, where one rank cannot find or run the object.
+    folder must be on every host. `option`, such as "--model", is for messages: UserError on every rank, with the cause,
+    where one cannot find or run the object.
     """
-    place, _, name = spec.rpartition(":")
-    text = collectives.on_root(lambda: _read(Path(place), f"{option} {spec}")) if place.endswith(".py") else None
-    return collectives.on_every_rank(lambda: _object(place, name, text, f"{option} {spec}"))
+    (place, _, name), what = spec.rpartition(":"), f"{option} {spec}"
+    text = ranks.on_root(lambda: _read(place, what)) if place.endswith(".py") else None
+
+    def find() -> Any:
+        with errors_of(what):
+            if text is None:
+                _search_after_installed(os.getcwd())
+            module = importlib.import_module(place) if text is None else _module_of(place, text)
+        if not hasattr(module, name):
+            public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+            raise UserError(f"{what}: there is no {name} in {place}, which has {public[:200]}")
+        return getattr(module, name)
+
+    return ranks.on_every_rank(find)
 
 
 def callback(spec: str) -> Any:
     """The callback that --callbacks names: an object, or a class that is called without arguments. A collective."""
     found = load(spec, "--callbacks")
-    if not isinstance(found, type):
-        return found
 
     def made() -> Any:
         with errors_of(f"--callbacks {spec}, called without arguments"):
             return found()
 
-    return collectives.on_every_rank(made)
+    return collectives.on_every_rank(made) if isinstance(found, type) else found
 
 
-def load_alone(spec: str, option: str) -> Any:
-    """As `load`, in a single process and without collectives."""
-    place, _, name = spec.rpartition(":")
-    what = f"{option} {spec}"
-    return _object(place, name, _read(Path(place), what) if place.endswith(".py") else None, what)
-
-
-def _read(file: Path, what: str) -> str:
-    if str(file) in _copies:
-        return _copies[str(file)][1]
+def _read(file: str, what: str) -> str:
     try:
-        return text_of(file)
+        return _copies[file][1] if file in _copies else _text_of(file)
     except (OSError, UnicodeError, SyntaxError) as failure:
         reason = getattr(failure, "strerror", None) or "is not text"
         raise UserError(f"{what}: {reason}; give a Python file that rank 0's host has") from None
 
 
-def _object(place: str, name: str, text: str | None, what: str) -> Any:
-    with errors_of(what):
-        if text is None:
-            _search_after_installed(Path.cwd())
-        module = importlib.import_module(place) if text is None else _module_of(Path(place), text)
-    if not hasattr(module, name):
-        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
-        raise UserError(f"{what}: there is no {name} in {place}, which has {public[:200]}")
-    return getattr(module, name)
+def _text_of(file: str) -> str:
+    with tokenize.open(file) as content:  # in the encoding that the file declares
+        return content.read()
 
 
 @contextmanager
@@ -94,63 +111,39 @@ class _Loaded(BaseException):
     """Ends the run of a file at its call of `train` or `evaluate`."""
 
 
-_loads: list[str] = []  # the files that run now
-
-
 def leave_while_loading() -> None:
     """End the run of a program's file that is loaded for an object in it: a net is defined before it is trained."""
     if _loads:
         raise _Loaded
 
 
-def _search_after_installed(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+def _search_after_installed(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
-# By the name under which a module is imported, or the path of a FILE.py: where the file was, and its text.
-Copies = dict[str, tuple[str, str]]
-_copies: Copies = {}
+def _module_of(file: str, text: str) -> Any:
+    """The file as a module, run once per process. It can import modules of its folder, after installed ones.
 
-
-def use_copies(copies: Copies) -> None:
-    """Have all later loads and imports take these texts instead of the files. Modules keep the files' names."""
-    _copies.clear()
-    _copies.update(copies)
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-
-
-def text_of(file: str | Path) -> str:
-    """The text of a Python file, in the encoding that it declares."""
-    with tokenize.open(file) as content:
-        return content.read()
-
-
-def source_of(name: str, file: str) -> str:
-    """The text of a module of the user as this process runs it."""
-    return _copies[name][1] if name in _copies else _texts.get(file) or text_of(file)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that `use_copies` has been given, before those of the same name in a folder."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name in _copies:
-            file, text = _copies[name]
-            inside = [str(Path(file).parent)] if Path(file).name == "__init__.py" else None
-            return importlib.util.spec_from_file_location(
-                name, file, loader=_Text(file, text), submodule_search_locations=inside
-            )
-        inner = next((file for other, (file, _) in _copies.items() if other.startswith(f"{name}.")), None)
-        if inner is None:
-            return None
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)  # a folder without an __init__.py
-        spec.submodule_search_locations = [str(Path(inner).parent)]
-        return spec
-
-
-_FINDER = _Finder()
+    Where the file is a program that trains, the module holds what is defined before it does.
+    """
+    name = f"{Path(file).stem}_{_digest(f'{file}{text}')[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _search_after_installed(os.path.dirname(file))
+    spec = _spec(name, file, text)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    _texts[file] = text
+    _loads.append(name)
+    try:
+        with contextlib.suppress(_Loaded):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _loads.pop()
+    return module
 
 
 class _Text(importlib.abc.Loader):
@@ -164,33 +157,33 @@ class _Text(importlib.abc.Loader):
         exec(compile(self.text, self.file, "exec"), vars(module))
 
 
-_texts: dict[str, str] = {}  # of each FILE.py that has been run
+def _spec(name: str, file: str, text: str) -> Any:
+    inside = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
+    loader = _Text(file, text)
+    return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
 
 
-def _module_of(file: Path, text: str) -> Any:
-    """The file as a module, run once per process. It can import modules of its folder, after installed ones.
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds modules in `_copies`, before those of the same name in a folder."""
 
-    Where the file is a program that trains, the module holds what is defined before it does.
-    """
-    name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file, loader=_Text(str(file), text))
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    _search_after_installed(file.parent)
-    sys.modules[name] = module
-    _texts[str(file)] = text
-    _loads.append(name)
-    try:
-        with contextlib.suppress(_Loaded):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        _loads.pop()
-    return module
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name in _copies:
+            return _spec(name, *_copies[name])
+        inner = next((file for other, (file, _) in _copies.items() if other.startswith(f"{name}.")), None)
+        if inner is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)  # a folder without an __init__.py
+        spec.submodule_search_locations = [os.path.dirname(inner)]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
+
+
+def use_copies(copies: Copies) -> None:
+    """Have all later loads and imports take these texts instead of the files. Modules keep the files' names."""
+    _copies.clear()
+    _copies.update(copies)
 
 
 def spec_of(thing: Any) -> str:
@@ -198,5 +191,133 @@ def spec_of(thing: Any) -> str:
     module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", type(thing).__name__)
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" and file and file.endswith(".py"):  # no other file can be named by an option
-        return f"{Path(file).absolute()}:{name.rpartition('.')[2].strip('<>')}"
+        module = os.path.abspath(file)
     return f"{module}:{name.rpartition('.')[2].strip('<>')}"
+
+
+def modules_of(settings: TrainSettings, objects: Iterable[Any]) -> dict[str, str]:
+    """The user's modules in this process, file by module's name; "FILE.py" of an option stands for its own name.
+
+    `objects`: those that a program has passed instead of names.
+    """
+    specs = (settings.model, settings.dataset, *settings.callbacks)
+    places = [spec.rpartition(":")[0] for spec in specs if fields.is_user_code(spec)]
+    found = {place: place for place in places if place.endswith(".py")}
+    packages = {place.partition(".")[0] for place in places if place not in found}
+    homes = [sys.modules.get(getattr(one, "__module__", None) or type(one).__module__) for one in objects]
+    files = [*found, *(os.path.abspath(file) for home in homes if (file := getattr(home, "__file__", None)))]
+    folders = tuple(os.path.dirname(file) + os.sep for file in files)
+    for name, module in list(sys.modules.items()):
+        file = os.path.abspath(getattr(module, "__file__", None) or "")
+        is_users = file.startswith(folders) or name.partition(".")[0] in packages
+        if is_users and file.endswith(".py") and not file.startswith(OTHERS) and file not in found.values():
+            found[name] = file
+    return found
+
+
+def keep(folder: Path, modules: dict[str, str], of_course: Iterable[str]) -> list[dict[str, Any]]:
+    """Copy the files of `modules_of` into a run directory, and describe them for config.json. On rank 0.
+
+    `of_course`: modules of net, recipe and data set, which may change the run's course. UserError where a copy fails.
+    """
+    described, course = [], set(of_course)
+    for module, file in modules.items():
+        try:
+            text = _copies[module][1] if module in _copies else _texts.get(file) or _text_of(file)
+            digest = _digest(text)
+            copy = folder / FOLDER / f"{digest[:12]}-{os.path.basename(file)}"
+            copy.parent.mkdir(exist_ok=True)
+            if not copy.exists():
+                replace_text(copy, text)
+        except (OSError, UnicodeError, SyntaxError) as failure:
+            raise UserError(f"cannot copy {file} into {folder / FOLDER}: {reason_of(failure)}") from None
+        entry = {"module": module, "file": file, "copy": copy.name, "sha256": digest, "course": module in course}
+        described.append(entry)
+    return described
+
+
+def _copies_of(folder: Path, left_out: Sequence[str] = ()) -> Copies:
+    """The copies of a run directory, without files of the specs `left_out`. UserError where a copy is damaged."""
+    copies: Copies = {}
+    config = folder / "config.json"
+    for entry in run_dir.recorded(config)["run"].get("code", ()) if config.exists() else ():
+        if entry["file"] not in {spec.rpartition(":")[0] for spec in left_out}:
+            copy = folder / FOLDER / Path(entry["copy"]).name
+            try:
+                text = copy.read_text(encoding="utf-8")
+            except (OSError, UnicodeError):
+                text = ""
+            if _digest(text) != entry["sha256"]:
+                raise UserError(f"{copy} is not what the run has written there: bring it back")
+            copies[entry["module"]] = (entry["file"], text)
+    return copies
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _edited(copies: Copies) -> dict[str, str]:
+    """By module, the present text of each file that is there and not as its copy; "" where it cannot be read."""
+    now = {}
+    for module, (file, text) in copies.items():
+        try:
+            now[module] = _text_of(file) if os.path.exists(file) else text
+        except (OSError, UnicodeError, SyntaxError):
+            now[module] = ""
+    return {module: text for module, text in now.items() if text != copies[module][1]}
+
+
+def to_continue(settings: TrainSettings) -> Copies:
+    """The copies that the processes of this start use: none in a new run. On rank 0.
+
+    UserError where a file that may change the results of the run to resume is not the same.
+    """
+    origin = run_dir.origin(settings)
+    if origin is None or not origin.exists():
+        return {}
+    then, copies = run_dir.recorded(origin)["run"], _copies_of(origin.parent)
+    if (launch := environment.launch()) and then.get("job") == launch.began:
+        return copies
+    entries = {entry["module"]: entry for entry in then.get("code", ())}
+    for module, now in _edited(copies).items():
+        (file, text), entry = copies.pop(module), entries[module]
+        # A program also holds settings, such as the number of epochs: `record` compares what it has built.
+        may_matter = entry["course"] and file != _program() and _code_of(now) != _code_of(text)
+        if may_matter and settings.changed_code == "refuse":
+            raise UserError(
+                f"{file} is not the file that the run in {origin.parent} was started with (its copy: "
+                f"{FOLDER}/{entry['copy']}): bring that back, or give --changed-code accept, or another --run-dir"
+            )
+        complain(f"note: {file} has changed since the run in {origin.parent} was started with it")
+    return copies
+
+
+def of_trained(folder: Path, left_out: Sequence[str] = ()) -> Copies:
+    """The copies of a run whose net is used. A note names each file that has been edited since. On rank 0.
+
+    `left_out`: specs of objects that the user names instead of the run's. UserError where a copy is damaged.
+    """
+    copies = _copies_of(folder, left_out)
+    for file in (copies[module][0] for module in _edited(copies)):
+        if file != _program():
+            place = folder / FOLDER
+            complain(f"note: {file} has changed since training: the copy in {place} is used")
+    return copies
+
+
+def _program() -> str:
+    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+class _NoDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+def _code_of(text: str) -> str:
+    """A file's text without comments, docstrings and positions; the text itself where it is no Python."""
+    try:
+        return ast.dump(_NoDocstrings().visit(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        return text

@@ -27,9 +27,9 @@ from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.runtime.world import World
-from hvd_cifar.training import random_layers, user_code
+from hvd_cifar.training import user_code
 from hvd_cifar.training.callbacks import Callback
-from hvd_cifar.training.plan import Plan, changed, global_batch, plan, precision_of, resolve, set_precision
+from hvd_cifar.training.plan import Plan, changed, global_batch, plan, resolve, set_precision
 from hvd_cifar.training.shrink import scaled_width
 from hvd_cifar.training.sources import prepare_data
 from hvd_cifar.training.step import StepSpec
@@ -55,23 +55,14 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class Work:
-    """A run's model, data and settings; the same on all ranks, except for `sharding`.
+    """A run's model, data and settings; the same on all ranks, except for `sharding`."""
 
-    Attributes:
-        settings: resolved, with a precision.
-        dataset: training, validation and test examples.
-        model: with its recipe.
-        transforms: from the data set's images to what the net sees.
-        plan: the batch arithmetic.
-        sharding: which micro-batches of each global batch are this rank's.
-    """
-
-    settings: TrainSettings
-    dataset: Dataset
-    model: Model
-    transforms: Transforms
-    plan: Plan
-    sharding: Sharding
+    settings: TrainSettings  # resolved, with a precision
+    dataset: Dataset  # training, validation and test examples
+    model: Model  # with its recipe
+    transforms: Transforms  # from the data set's images to what the net sees
+    plan: Plan  # the batch arithmetic
+    sharding: Sharding  # which micro-batches of each global batch are this rank's
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
@@ -86,23 +77,23 @@ class Work:
 
     def batches(self, world: World, first_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step after `first_step`."""
-        batches = training_batches(
-            self.dataset.train,
-            self.transforms,
-            Sampler(self.plan.examples, self.plan.global_batch_size, self.settings.seed, self.sharding),
-            first_step=first_step,
-            last_step=self.plan.total_steps,
-            device=world.device if "GPU" in world.device else "",
-        )
-        elements = iter(batches)
+        sampler = Sampler(self.plan.examples, self.plan.global_batch_size, self.settings.seed, self.sharding)
+        steps = {"first_step": first_step, "last_step": self.plan.total_steps}
+        device = world.device if "GPU" in world.device else ""
+        elements = iter(training_batches(self.dataset.train, self.transforms, sampler, **steps, device=device))
         while step := list(islice(elements, self.sharding.micro_batches)):
             yield step
 
     @property
     def recipe(self) -> Recipe:
         """The model's."""
-        assert self.model.recipe is not None, "it was asked for"
-        return self.model.recipe
+        return recipe_of(self.model)
+
+
+def recipe_of(model: Model) -> Recipe:
+    """The recipe of a model after `models.with_recipe`."""
+    assert model.recipe is not None, "it was asked for"
+    return model.recipe
 
 
 def load_data(settings: TrainSettings, world: World, own: Dataset | Callable[[], Dataset] | None) -> Dataset:
@@ -116,8 +107,7 @@ def load_data(settings: TrainSettings, world: World, own: Dataset | Callable[[],
 def prepare(settings: TrainSettings, world: World, given: UserObjects | None = None) -> Work:
     """Load data set and model, and do the batch arithmetic. A collective.
 
-    Raises:
-        UserError: where data set, model and settings do not fit; the same on every rank.
+    UserError, the same on every rank, where data set, model and settings do not fit.
     """
     given = given or UserObjects()
     dataset = load_data(settings, world, given.dataset)
@@ -128,9 +118,8 @@ def prepare(settings: TrainSettings, world: World, given: UserObjects | None = N
     set_precision("float32", settings.seed)
     model = model_of(settings, given)
     model = collectives.host_by_host(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
-    assert model.recipe is not None, "it was asked for"
-    batch = global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
-    recipe = changed(model.recipe.for_batch(batch), settings)
+    batch = global_batch(settings, recipe_of(model).batch, world.batch_ranks or world.size)
+    recipe = changed(recipe_of(model).for_batch(batch), settings)
     if given.dataset is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
     resolved = for_machines(resolve(settings, recipe), world)
@@ -140,33 +129,22 @@ def prepare(settings: TrainSettings, world: World, given: UserObjects | None = N
 def work_of(
     settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int, batch_ranks: int | None = None
 ) -> Work:
-    """The `Work` of resolved settings; `batch_ranks` as for `plan`.
-
-    Raises:
-        UserError: where batch, transforms or image sizes do not fit; the same on every rank.
-    """
-    assert model.recipe is not None, "it was asked for"
-    transforms = transforms_of(settings, model.recipe, dataset)
-    batch_plan = plan(settings, model.recipe, len(dataset.train), size, batch_ranks)
+    """The `Work` of resolved settings; `batch_ranks` as for `plan`. UserError where batch or transforms do not fit."""
+    transforms = transforms_of(settings, recipe_of(model), dataset)
+    batch_plan = plan(settings, recipe_of(model), len(dataset.train), size, batch_ranks)
     sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
     return Work(settings, dataset, model, transforms, batch_plan, sharding)
 
 
-def model_of(settings: TrainSettings, given: UserObjects) -> Model:
-    """The model that the settings name, or the user's own. A collective."""
-    if given.model is not None:
-        return Model(settings.model, given.model)
-    if settings.model in models.BUILT_IN:
+def model_of(settings: TrainSettings, given: UserObjects, ranks: Any = collectives) -> Model:
+    """The model that the settings name, or the user's own. A collective of `ranks`."""
+    if given.model is None and settings.model in models.BUILT_IN:
         return models.BUILT_IN[settings.model]
-    return Model(settings.model, user_code.load(settings.model, "--model"))
+    return Model(settings.model, given.model or user_code.load(settings.model, "--model", ranks))
 
 
 def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
-    """The transforms of a recipe, which names built-in ones or holds its own.
-
-    Raises:
-        UserError: where no transforms have the name, or it holds something else.
-    """
+    """The transforms of a recipe, which names built-in ones or holds its own. UserError where it does neither."""
     named = recipe.augmentation
     try:
         transforms = augment.transforms(named, dataset) if isinstance(named, str) else named
@@ -194,10 +172,9 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
 def make_net(work: Work) -> Net:
     """The net, freshly initialised and adapted to the training images, with local or synchronised batch norm.
 
-    Raises:
-        UserError: where the net and a setting exclude each other.
+    UserError where the net and a setting exclude each other.
     """
-    set_precision(precision_of(work.settings), work.settings.seed)
+    set_precision(work.settings.precision, work.settings.seed)
     net = models.build(work.model, work.transforms.shape, work.dataset.classes)
     _refuse_sizes(work, net)
     _refuse_layers(work.settings, net)
@@ -210,13 +187,8 @@ def make_net(work: Work) -> Net:
 
 
 def _refuse_sizes(work: Work, net: Net) -> None:
-    """UserError where the net cannot take images of all sizes, or there are no six views of an image."""
+    """UserError where the net cannot take images of all sizes."""
     height, width, channels = work.transforms.shape
-    if work.recipe.test_time_augmentation and min(height, width) < 2:
-        raise UserError(
-            f"test_time_augmentation: images of {height} x {width} pixels have no views; "
-            "give --set test_time_augmentation=false"
-        )
     sizes = sorted({side for side in work.image_sizes if side != height})
     if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
         raise UserError("image_scales: this net takes images of one size; give --set image_scales=1")
@@ -231,27 +203,22 @@ def _refuse_sizes(work: Work, net: Net) -> None:
 
 
 def _refuse_layers(settings: TrainSettings, net: Net) -> None:
-    """UserError where the net's own layers contradict an option."""
-    over_all, local = "its statistics are over all ranks", "take keras.layers.BatchNormalization"
-    synchronised, drawing = synchronised_layers(net.model), random_layers.random_layers(net.model)
-    renormalised = [layer for layer in local_layers(net.model) if getattr(layer, "renorm", False)]
+    """UserError where the net's own layers contradict an option, or what ranks do."""
+    synchronised, drawing, norms = synchronised_layers(net.model), random_layers(net.model), local_layers(net.model)
+    renormalised = [layer for layer in norms if getattr(layer, "renorm", False)]
     spectral = [one for one in net.model._flatten_layers() if isinstance(one, keras.layers.SpectralNormalization)]
+    of_distribute = [layer for layer in norms if getattr(layer, "synchronized", False)]
     for option, layers, why, remedy in (
-        ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
-        ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
+        ("virtual_shards", synchronised, "its statistics are over all ranks", "take BatchNormalization"),
+        ("virtual_shards", drawing, "its random numbers depend on the number of ranks", "take it out"),
         ("virtual_shards", spectral, "each forward pass changes its weights", "take it out"),
         ("sync_batch_norm", renormalised, "renorm=True cannot be synchronised", "set renorm=False"),
+        ("model", of_distribute, "synchronized=True means tf.distribute", "give --sync-batch-norm instead"),
     ):
         if layers and getattr(settings, option):
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
-            given = config.option_name(option)
-            raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
-    for layer in local_layers(net.model):
-        if getattr(layer, "synchronized", False):
-            raise UserError(
-                f"--model {settings.model}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
-                "give --sync-batch-norm, or take it out"
-            )
+            leave = "" if option == "model" else "leave the option out, or "
+            raise UserError(f"{config.option_name(option)}: the net has the layer {name}: {why}; {leave}{remedy}")
     for variable in net.model.trainable_variables:
         if variable.overwrite_with_gradient:
             raise UserError(
@@ -260,14 +227,23 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             )
 
 
+def random_layers(model: keras.Model) -> list[Any]:
+    """The layers of a model, and the model itself, that draw random numbers in training: dropout, noise, random flips.
+
+    Keras's recurrent layers always hold a generator, and draw only with dropout.
+    """
+
+    def never_drops(layer: Any) -> bool:
+        return getattr(layer, "dropout", None) == 0 and getattr(layer, "recurrent_dropout", None) == 0
+
+    return [layer for layer in model._flatten_layers() if layer._seed_generators and not never_drops(layer)]
+
+
 def make_averages(recipe: Recipe, net: Net, steps: int) -> dict[str, Any]:
     """The averages of a net's weights that its recipe keeps, by the names of their parts of the state."""
-    weights, made = net.model.trainable_variables, dict[str, Any]()
-    if recipe.lookahead:
-        made["lookahead"] = Lookahead(weights, steps)
-    if recipe.ema_decay:
-        made["averages"] = MovingAverage(weights, recipe.ema_decay)
-    return made
+    weights = net.model.trainable_variables
+    made: dict[str, Any] = {"lookahead": Lookahead(weights, steps)} if recipe.lookahead else {}
+    return made | ({"averages": MovingAverage(weights, recipe.ema_decay)} if recipe.ema_decay else {})
 
 
 def bucket_bytes_of(work: Work, model: keras.Model) -> int | None:
@@ -280,11 +256,7 @@ def bucket_bytes_of(work: Work, model: keras.Model) -> int | None:
 
 
 def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
-    """The recipe's optimizer, distributed over a process set and built for the net's variables.
-
-    Raises:
-        UserError: where the recipe's function fails.
-    """
+    """The recipe's optimizer, distributed over a process set, and built. UserError where its function fails."""
     learning_rate = learning_rate or work.settings.learning_rate or 0.0  # a warm-up may begin at 0, which would fit any
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)

@@ -23,8 +23,7 @@ from hvd_cifar.errors import RESUME
 from hvd_cifar.fields import option_name
 from hvd_cifar.launch.command import parse
 from hvd_cifar.launch.install import installer
-from hvd_cifar.launch.settings import LaunchSettings
-from hvd_cifar.options import launcher_option
+from hvd_cifar.launch.settings import LaunchSettings, launcher_option
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, end_tree
 

@@ -45,7 +45,7 @@ def configuration() -> str:
         places = [str(place.metavar) for place in command.params if isinstance(place, click.Argument)]
         heading = " ".join([name, *places])
         parts.append(f"## `{heading}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
-        options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
+        options = [option for option in command.params if isinstance(option, click.Option)]
         rows = {_option_row(option): option for option in options}
         parts.append("\n".join(row for row in rows if row not in seen) + "\n")
         as_in: dict[str, list[str]] = {}
@@ -78,31 +78,30 @@ def api() -> str:
     for name in hvd_cifar.__all__:
         thing = getattr(hvd_cifar, name)
         prose, sections = _split(inspect.getdoc(thing) or "")
-        fields = _fields(thing, sections)
-        call = "" if fields else _signature(name, thing)
-        block = f"```python\n{call}\n```\n" if "\n" in call else f"`{call}`\n"
-        parts += [f"## `{name}`\n", *([block] if call else []), _markdown(prose) + "\n"]
+        described = {name for names, _ in sections.get("Attributes", []) for name in names.split(", ")}
+        is_own = inspect.isclass(thing) and not issubclass(thing, Exception)
+        parameters = inspect.signature(thing).parameters if is_own else {}
+        public = {n: _clean(str(p)) for n, p in parameters.items() if not n.startswith("_")}
+        fields = public if public.keys() <= described else {}
+        has_call = not fields and (not inspect.isclass(thing) or "__init__" in vars(thing) or hasattr(thing, "_fields"))
+        call = _call(name, thing) if has_call else ""
+        block = f"`{call}`\n" if call else ""
+        if len(call) > 110:
+            each = ",\n    ".join(_clean(str(p)) for p in inspect.signature(thing).parameters.values())
+            block = f"```python\n{name}(\n    {each},\n){call.rpartition(')')[2]}\n```\n"
+        parts += [f"## `{name}`\n", *([block] if block else []), _markdown(prose) + "\n"]
         entries = _entries(sections, fields)
-        if inspect.isclass(thing) and thing.__module__.startswith("hvd_cifar") and not issubclass(thing, Exception):
+        if is_own and thing.__module__.startswith("hvd_cifar"):
             entries += [line for found in _members(thing) for line in _member(*found)]
         parts += ["\n".join(entries) + "\n"] if entries else []
     return "\n".join(parts)
 
 
-def _fields(thing: Any, sections: Sections) -> dict[str, str]:
-    """By name, the fields of a class whose text describes all its arguments, with types and defaults; else none."""
-    described = {name for names, _ in sections.get("Attributes", []) for name in names.split(", ")}
-    if not inspect.isclass(thing) or issubclass(thing, Exception):
-        return {}
-    public = [p for p in inspect.signature(thing).parameters.values() if not p.name.startswith("_")]
-    return {p.name: _parameter(p) for p in public} if {p.name for p in public} <= described else {}
-
-
 def _member(name: str, member: Any, is_property: bool) -> list[str]:
     """A line for a method or a property, and one for each of its arguments and results."""
     prose, sections = _split(inspect.getdoc(member) or "")
-    returned = _plain(inspect.signature(member).return_annotation)
-    shown = f"{name}: {returned}" if is_property else _call(name, member)
+    call = _call(name, member)
+    shown = call.replace("() ->", ":") if is_property else call
     return [f"- `{shown}`: {' '.join(prose.split())}", *(f"  {line}" for line in _entries(sections, {}))]
 
 
@@ -128,47 +127,24 @@ def _members(kind: type) -> Iterator[tuple[str, Any, bool]]:
             yield name, function, is_property
 
 
-def _signature(name: str, thing: Any) -> str:
-    """A call as it is written, or the first line of a class."""
-    if inspect.isclass(thing) and "__init__" not in vars(thing) and not hasattr(thing, "_fields"):
-        bases = [base.__name__ for base in thing.__bases__ if base is not object]
-        return f"class {name}({', '.join(bases)})" if bases else ""
-    line = _call(name, thing)
-    result = line.rpartition(")")[2]
-    return line if len(line) <= 110 else f"{name}(\n    " + ",\n    ".join(_shown(thing)) + f",\n){result}"
-
-
-def _shown(thing: Any) -> list[str]:
-    shown: list[str] = []
-    for parameter in inspect.signature(thing).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(word.startswith("*") for word in shown):
-            shown.append("*")
-        if parameter.name not in ("self", "cls") and not parameter.name.startswith("_"):
-            shown.append(_parameter(parameter))
-    return shown
-
-
 def _call(name: str, thing: Any) -> str:
-    returned = inspect.signature(thing).return_annotation
-    has_result = not inspect.isclass(thing) and returned not in (inspect.Signature.empty, "None")
-    return f"{name}({', '.join(_shown(thing))})" + (f" -> {_plain(returned)}" if has_result else "")
+    return name + _clean(str(inspect.signature(thing)))
 
 
-def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
-    text = stars + parameter.name
-    text += "" if parameter.annotation is parameter.empty else f": {_plain(parameter.annotation)}"
-    if parameter.default is parameter.empty:
-        return text
-    value = repr(parameter.default)
-    # A function is named; what is made anew for each call has no value to show.
-    written = getattr(parameter.default, "__name__", "...") if value.startswith("<") or " at 0x" in value else value
-    return f"{text} = {written.replace('PosixPath', 'Path')}"
-
-
-def _plain(annotation: Any) -> str:
-    written = getattr(annotation, "__forward_arg__", annotation)
-    return written if isinstance(written, str) else getattr(written, "__name__", str(written))
+def _clean(signature: str) -> str:
+    """A signature as it is written: types without quotes, functions by their names, no `self`."""
+    for pattern, new in (
+        (r"ForwardRef\(('[^']*')\)", r"\1"),
+        (r"(: |-> )'([^']*)'", r"\1\2"),
+        (r'(: |-> )"([^"]*)"', r"\1\2"),
+        (r"<(?:function|class) '?([\w.]+)(?: at 0x\w+|')>", r"\1"),
+        (r"<[^<>]*>|\b[\w.]+\([^()]* at 0x[^()]*\)", "..."),  # made anew for each call
+        (r"\((?:self|cls)(?:, )?", "("),
+        (r" -> None$", ""),
+        (r"PosixPath", "Path"),
+    ):
+        signature = re.sub(pattern, new, signature)
+    return signature
 
 
 def _split(docstring: str) -> tuple[str, Sections]:

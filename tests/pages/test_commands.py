@@ -26,19 +26,6 @@ from hvd_cifar.launch.command import PYTHON, parse
 from hvd_cifar.launch.install import installer
 from tests.ranks import CHECKOUT
 
-PROGRAMS = {
-    "./run.sh",
-    "hvd_cifar",
-    "pip",
-    "python",
-    "mpirun",
-    "horovodrun",
-    "sbatch",
-    "salloc",
-    "srun",
-    "docker",
-    "cp",
-}
 NAME = "names an option"
 # What a test cannot run, by the words that it begins with, and why.
 EXCEPTIONS = {
@@ -84,7 +71,7 @@ def commands(text: str) -> Iterator[str]:
     """Commands of a page: lines of its blocks without a language, and code within its sentences."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
         lines = block.replace("\\\n", " ").splitlines()
-        if not language and (lines[0].split()[0] in PROGRAMS or is_exception(lines[0])):
+        if not language and (lines[0].split()[0] in (*RUN, "pip") or is_exception(lines[0])):
             yield from (line for line in lines if line.strip())
     for code in re.findall(r"`([^`]+)`", HIDDEN.sub("", text)):
         code = " ".join(code.split())
@@ -170,31 +157,17 @@ def _python(words: list[str]) -> None:
         assert importlib.util.find_spec(name), name
 
 
-def _ranks(words: list[str]) -> None:
-    """mpirun and horovodrun: what follows their options is a rank's program."""
-    program = next((word for word in words if word in ("python", "hvd_cifar")), None)
-    if program:
-        RUN[program](words[words.index(program) + 1 :])
-    else:
-        _srun(words)
-
-
-def _srun(words: list[str]) -> None:
-    """`srun OPTIONS PROGRAM ...`, and salloc's."""
-    program = next(i for i, word in enumerate(words) if not word.startswith("-"))
-    RUN["python" if words[program].endswith("/python") else words[program]](words[program + 1 :])
-
-
-def _sbatch(words: list[str]) -> None:
-    script = next(i for i, word in enumerate(words) if not word.startswith("-"))
-    subprocess.run(["bash", "-n", words[script]], check=True)
-    cli.check(["train", *words[script + 1 :]])
-
-
-def _docker(words: list[str]) -> None:
-    """What follows the image's name is what follows ./run.sh."""
-    image = next(i for i, word in enumerate(words) if word.startswith("hvd-cifar"))
-    _launch(words[image + 1 :])
+def _wrapped(words: list[str]) -> None:
+    """What starts a program: its options, then the program, Slurm's script of `train`, or the image of Docker."""
+    for i, word in enumerate(words):
+        program = "python" if word.endswith("/python") else Path(word).name if word.endswith("/hvd_cifar") else word
+        if program in ("python", "hvd_cifar", "./run.sh"):
+            return RUN[program](words[i + 1 :])
+        if word.endswith(".sbatch") and Path(word).exists():
+            return cli.check(["train", *words[i + 1 :]])
+        if word.startswith("hvd-cifar"):
+            return _launch(words[i + 1 :])
+    raise LookupError("no program")
 
 
 def _copy(words: list[str]) -> None:
@@ -205,11 +178,6 @@ RUN: dict[str, Callable[[list[str]], None]] = {
     "./run.sh": _run_sh,
     "hvd_cifar": _launch,
     "python": _python,
-    "mpirun": _ranks,
-    "horovodrun": _ranks,
-    "sbatch": _sbatch,
-    "salloc": _srun,
-    "srun": _srun,
-    "docker": _docker,
     "cp": _copy,
+    **dict.fromkeys(("mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker"), _wrapped),
 }

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import CHECKOUT, command, environment, run_ranks
+from tests.ranks import command, run_ranks
 
 EXAMPLES = 42  # in batches of 8: the last of an epoch has 2 examples, fewer than 3 ranks
 
@@ -175,13 +173,6 @@ def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> Non
     assert found["evaluations"] == [20, 20]  # by the run's copy of the file, and by the file that is named
 
 
-def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
-    launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"] if n > 1 else []
-    line = [*launcher, sys.executable, "-m", "hvd_cifar", *map(str, words)]
-    env = environment({"PYTHONPATH": str(CHECKOUT)})
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
-
-
 MINE = """
 import keras, numpy as np
 from hvd_cifar import Callback, Dataset, Recipe
@@ -201,7 +192,8 @@ def load():
 class Shout(Callback):
     def on_end(self, run):
         if run.world.rank == 0:
-            print("SHOUT", run.step, run.settings.learning_rate)
+            with open("shouts", "x") as file:
+                file.write(f"{run.step} {run.settings.learning_rate}")
 
 def three_logits(image_shape, classes):
     return build(image_shape, 3)
@@ -218,21 +210,29 @@ class NeedsPath(Callback):
 """
 
 
+def _in(folder: str, *lines: list[Any]) -> list[Any]:
+    """What commands return in a folder."""
+    os.chdir(folder)
+    return [command(line) for line in lines]
+
+
 def test_own_files_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "nets.py").write_text(MINE)
+    (tmp_path / "elsewhere").mkdir()
     words: list[Any] = ["train", "--dataset", "mine.py:load", "--run-dir", tmp_path / "run", "--batch-size", 5]
-    done = _command(2, *words, "--model", "package.nets:adam", "--callbacks", "mine.py:Shout", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("SHOUT 12 0.001") == 1  # 2 epochs of 6 steps of 10
+    words += ["--model", "package.nets:adam", "--callbacks", "mine.py:Shout"]
+    ranks = run_ranks(_in, 2, str(tmp_path), words)
+    assert [rank[0]["code"] for rank in ranks] == [0, 0], ranks
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["model"] == "package.nets:adam" and config["dataset"] == f"{tmp_path}/mine.py:load"
-    # Evaluated from elsewhere by what the run has recorded.
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "package").symlink_to(tmp_path / "package")
-    done = _command(1, "evaluate", "--run-dir", tmp_path / "run", cwd=tmp_path / "elsewhere")
-    assert done.returncode == 0 and "20 examples, 1 rank" in done.stdout, done.stderr
+    assert (tmp_path / "shouts").read_text() == "12 0.001"  # 2 epochs of 6 steps of 10; by rank 0 alone
+    # Evaluated from elsewhere, and without the files, by what the run has recorded.
+    (tmp_path / "package").rename(tmp_path / "away")
+    evaluate = ["evaluate", "--run-dir", tmp_path / "run"]
+    ((done,),) = run_ranks(_in, 1, str(tmp_path / "elsewhere"), evaluate)
+    assert done["code"] == 0 and "20 examples, 1 rank" in done["said"][-1], done
 
 
 # An option, and what is said of it.
@@ -248,16 +248,11 @@ WRONG = [
 ]
 
 
-def _wrong_code(folder: str) -> list[Any]:
-    """What the command returned by each line of `WRONG`, which changes one option."""
-    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", "--batch-size": "5", "--run-dir": "run"}
-    os.chdir(folder)
-    return [command(["train", *sum(map(list, (own | dict([option])).items()), [])]) for option, _ in WRONG]
-
-
 def test_what_is_wrong_with_own_code_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    (by_case,) = run_ranks(_wrong_code, 1, str(tmp_path))
+    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", "--batch-size": "5", "--run-dir": "run"}
+    lines = [["train", *sum(map(list, (own | dict([option])).items()), [])] for option, _ in WRONG]
+    (by_case,) = run_ranks(_in, 1, str(tmp_path), *lines)
     for found, (option, message) in zip(by_case, WRONG, strict=True):
         (line,) = found["errors"]
         assert found["code"] == 2 and message in line, (option, found)

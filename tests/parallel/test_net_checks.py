@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvd_cifar.training.checkpoint import listed
-from tests.options import FEW
+from tests.options import FEW, SMALL_NET
 from tests.ranks import command, run_ranks
 
 NETS = """
@@ -50,9 +50,6 @@ class Remembers(L.Layer):
 
 def stateful(shape, c):
     return _net(shape, Remembers(name="memory"), L.Dense(c))
-
-def plain(shape, c):
-    return _net(shape, L.Dense(c))
 """
 
 
@@ -87,20 +84,19 @@ def test_variables_without_a_gradient_are_named(tmp_path: Path) -> None:
     assert rank["code"] == 0 and "useless/kernel, useless/bias" in note
 
 
-def _without_bfloat16(folder: str) -> Any:
+def _without_bfloat16(run_dir: str) -> Any:
     """In a run's first lines on a processor without instructions for bfloat16."""
     from unittest import mock
 
     from hvd_cifar.runtime import devices
 
     with mock.patch.object(devices, "multiplies_bfloat16", lambda cpuinfo: False):
-        words = ["--model", f"{folder}/nets.py:plain", "--dataset", FEW, "--run-dir", f"{folder}/run"]
-        return command(["train", *words, "--precision", "mixed_bfloat16", "--max-steps", 1])
+        words = ["--model", SMALL_NET, "--dataset", FEW, "--run-dir", run_dir, "--max-steps", 1]
+        return command(["train", *words, "--precision", "mixed_bfloat16"])
 
 
 def test_slow_bfloat16_is_told(tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NETS)
-    (rank,) = run_ranks(_without_bfloat16, 1, str(tmp_path))
+    (rank,) = run_ranks(_without_bfloat16, 1, str(tmp_path / "run"))
     assert rank["code"] == 0 and sum("no instructions for it" in line for line in rank["said"]) == 1
 
 

@@ -10,44 +10,38 @@ from unittest import mock
 
 import pytest
 
-from tests.ranks import Jobs, once, run_all, run_ranks
+from tests.ranks import run_all, run_ranks
 
+Results = dict[int, dict[str, list[Any]]]
 EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
 
 
 @pytest.fixture(scope="module")
-def own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each of three ranks: the user's file is in rank 0's, and another of its name in rank 2's."""
-    folder = tmp_path_factory.mktemp("own_files")
-    for rank in range(3):
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What the functions below returned, by the job's number of ranks, their names and rank: each job starts once."""
+    folder = tmp_path_factory.mktemp("runs")
+    for rank in range(3):  # the user's file is in rank 0's folder, and another of its name in rank 2's
         (folder / f"rank-{rank}").mkdir()
         (folder / f"rank-{rank}" / "beside_mine.py").write_text("NAME = 'ours'\n")  # what the file imports is there
     text = "import beside_mine\ndef build():\n    return beside_mine.NAME\ndef broken():\n    1 / 0\n"
     (folder / "rank-0" / "mine.py").write_text(text)
     (folder / "rank-2" / "mine.py").write_text("def build():\n    return 'another file of this name'\n")
-    return folder
+    functions: dict[int, dict[str, Callable[..., Any]]] = {
+        1: {"losses": _losses_of_synchronised_layers},
+        2: {
+            "drop": _drop,
+            "state": _with_state,
+            "prepared": _prepared_by_the_user,
+            "fails": _code_that_fails_on_rank_1,
+        },
+        3: {"losses": _losses_of_synchronised_layers, "loads": _load_where_the_file_is_not},  # and stays there
+    }
 
+    def start(n: int) -> dict[str, list[Any]]:
+        places = {name: str(folder / f"{name}-{n}" if name != "loads" else folder) for name in functions[n]}
+        return run_all({name: partial(call, places[name]) for name, call in functions[n].items()}, n, timeout=300)
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, own_files: Path) -> Jobs:
-    """What the functions below returned in a job, by their names and by rank: each job starts once."""
-
-    def start(n: int, launcher: str) -> dict[str, list[Any]]:
-        folder = tmp_path_factory.mktemp("runs")
-        losses = partial(_losses_of_synchronised_layers, str(folder / "losses"))
-        functions: dict[int, dict[str, Callable[..., Any]]] = {
-            1: {"losses": losses},
-            2: {
-                "drop": partial(_drop, str(folder)),
-                "state": partial(_with_state, str(folder / "state")),
-                "prepared": partial(_prepared_by_the_user, str(folder / "prepared")),
-                "fails": partial(_code_that_fails_on_rank_1, str(folder)),
-            },
-            3: {"losses": losses, "loads": partial(_load_where_the_file_is_not, str(own_files))},  # and stays there
-        }
-        return run_all(functions[n], n, launcher=launcher, timeout=300)
-
-    return once(start)
+    return {n: start(n) for n in functions}
 
 
 def _net(*layers: Any, recipe: Any = None) -> Any:
@@ -81,7 +75,17 @@ def _train(folder: str, build: Any, callbacks: Any = (), **settings: Any) -> dic
     return hvd_cifar.train(build, data, callbacks=callbacks, **{**common, **rate, **settings})
 
 
+def _error_of(folder: str, build: Any, **settings: Any) -> list[str]:
+    """Type and text of the error with which a run ends."""
+    try:
+        return ["went on", str(_train(folder, build, **settings)["replicas_identical"])]
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
 def _losses_of_synchronised_layers(folder: str) -> list[float]:
+    import keras
+
     import hvd_cifar
 
     losses: list[float] = []
@@ -89,8 +93,6 @@ def _losses_of_synchronised_layers(folder: str) -> list[float]:
     class Losses(hvd_cifar.Callback):
         def on_log(self, run: hvd_cifar.Run) -> None:
             losses.append(run.loss or 0.0)
-
-    import keras
 
     class Squares(keras.layers.Layer):
         def call(self, images: Any) -> Any:
@@ -102,11 +104,11 @@ def _losses_of_synchronised_layers(folder: str) -> list[float]:
     return losses
 
 
-def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(jobs: Jobs) -> None:
+def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(jobs: Results) -> None:
     """Without --sync-batch-norm: the layer itself says what it is. Another one adds two losses of its own."""
-    (alone,) = jobs(1, "mpirun")["losses"]
+    (alone,) = jobs[1]["losses"]
     assert len(set(alone)) == 12
-    for losses in jobs(3, "mpirun")["losses"]:
+    for losses in jobs[3]["losses"]:
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
@@ -117,32 +119,23 @@ def _refused() -> dict[str, tuple[Any, dict[str, Any], str]]:
     import hvd_cifar
 
     layers, shards = keras.layers, {"virtual_shards": 2}
-    the_net_has = "--virtual-shards: the net has the layer "
+    has = "--virtual-shards: the net has the layer "
+    norm = layers.BatchNormalization
     return {
-        "synchronised": (hvd_cifar.SyncBatchNormalization, shards, f"{the_net_has}sync_batch_normalization"),
-        "drawing": (layers.RandomFlip, shards, f"{the_net_has}random_flip (RandomFlip): it draws"),
-        "spectral": (lambda: layers.SpectralNormalization(layers.Conv2D(4, 1)), shards, f"{the_net_has}spectral_norm"),
-        "renorm": (
-            lambda: layers.BatchNormalization(renorm=True),
-            {"sync_batch_norm": True},
-            "--sync-batch-norm: the net has the layer batch_normalization",
-        ),
-        "of tf.distribute": (lambda: layers.BatchNormalization(synchronized=True), {}, "give --sync-batch-norm"),
-        "local": (layers.BatchNormalization, shards, "went on"),
+        "synchronised": (hvd_cifar.SyncBatchNormalization, shards, f"{has}sync_batch_normalization"),
+        "drawing": (layers.RandomFlip, shards, f"{has}random_flip (RandomFlip): its random numbers"),
+        "spectral": (lambda: layers.SpectralNormalization(layers.Conv2D(4, 1)), shards, f"{has}spectral_norm"),
+        "renorm": (lambda: norm(renorm=True), {"sync_batch_norm": True}, "--sync-batch-norm: the net has the layer"),
+        "of tf.distribute": (lambda: norm(synchronized=True), {}, "give --sync-batch-norm"),
+        "local": (norm, shards, "True"),
     }
 
 
 def _refused_layers(folder: str) -> dict[str, str]:
-    import hvd_cifar
-
-    told = {}
-    for name, (kind, settings, _) in _refused().items():
-        try:
-            _train(f"{folder}/{name}", _net(kind), max_steps=1, **settings)
-            told[name] = "went on"
-        except hvd_cifar.UserError as error:
-            told[name] = str(error)
-    return told
+    cases = _refused().items()
+    return {
+        name: _error_of(f"{folder}/{name}", _net(kind), max_steps=1, **given)[1] for name, (kind, given, _) in cases
+    }
 
 
 def test_options_refuse_layers_that_contradict_them(tmp_path: Path) -> None:
@@ -155,11 +148,9 @@ def _with_state(folder: str) -> list[str]:
     """Nets whose own layer counts what its rank sees, under a name that no one knows and under one that is averaged."""
     import keras
 
-    import hvd_cifar
-
     class Counts(keras.layers.Layer):
-        def __init__(self, called: str) -> None:
-            super().__init__()
+        def __init__(self, called: str, dtype: str) -> None:
+            super().__init__(dtype=dtype)
             self.called = called
 
         def build(self, shape: Any) -> None:
@@ -171,25 +162,16 @@ def _with_state(folder: str) -> list[str]:
             self.add_loss(1e-4 * keras.ops.square(keras.ops.reshape(images, (-1,))))  # of no example
             return images
 
-    class CountsInDouble(Counts):
-        def __init__(self) -> None:
-            super().__init__("moving_mean")
-            self.dtype_policy = keras.DTypePolicy("float64")
-
-    told = []
-    for name in ("seen", "moving_mean"):
-        try:
-            build = _net(partial(Counts, name))
-            told.append(str(_train(f"{folder}/{name}", build, max_steps=2)["replicas_identical"]))
-        except hvd_cifar.TrainingError as error:
-            told.append(str(error))
-    build = _net(keras.layers.BatchNormalization, CountsInDouble)
-    told.append(str(_train(f"{folder}/both", build, precision="float32", max_steps=2)["replicas_identical"]))
-    return told
+    told = [
+        _error_of(f"{folder}/{name}", _net(partial(Counts, name, "float64")), max_steps=2)[1]
+        for name in ("seen", "moving_mean")
+    ]
+    both = _net(keras.layers.BatchNormalization, partial(Counts, "moving_mean", "float64"))
+    return [*told, _error_of(f"{folder}/both", both, precision="float32", max_steps=2)[1]]
 
 
-def test_a_layer_s_own_state_is_averaged_under_a_known_name_and_else_reported_at_once(jobs: Jobs) -> None:
-    for other, known, of_two_types in jobs(2, "mpirun")["state"]:
+def test_a_layer_s_own_state_is_averaged_under_a_known_name_and_else_reported_at_once(jobs: Results) -> None:
+    for other, known, of_two_types in jobs[2]["state"]:
         assert "ranks are out of sync after step 1: counts/seen is not the same on rank 0 as on rank 1" in other
         assert "if its layer changes it by a rank's own examples, name it moving_mean" in other
         assert known == of_two_types == "True"
@@ -219,8 +201,8 @@ def _prepared_by_the_user(folder: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_a_layer_that_the_user_prepares_computes_with_rank_0_s_and_the_checkpoint_s_values(jobs: Jobs) -> None:
-    ranks = jobs(2, "mpirun")["prepared"]
+def test_a_layer_that_the_user_prepares_computes_with_rank_0_s_and_the_checkpoint_s_values(jobs: Results) -> None:
+    ranks = jobs[2]["prepared"]
     assert ranks[0] == ranks[1] and len({value for pair in ranks[0] for value in pair}) == 1
 
 
@@ -240,23 +222,21 @@ def _drop(folder: str) -> dict[str, Any]:
             (state,) = random_states(run.model)
             seeds.append(state.numpy().tolist())
 
-    def train(name: str, steps: int) -> dict[str, Any]:
-        build = _net(lambda: keras.layers.Dropout(0.5))
-        return _train(f"{folder}/{name}", build, [Seeds()], max_steps=steps, check_sync_every=1)
+    def train(name: str, steps: int, layer: Any, callbacks: Any = ()) -> dict[str, Any]:
+        return _train(f"{folder}/{name}", _net(layer), callbacks, max_steps=steps, check_sync_every=1)
 
+    drop = partial(keras.layers.Dropout, 0.5)
     with mock.patch.object(terminal, "say", said.append):
-        whole, _, resumed = train("whole", 6), train("cut", 4), train("cut", 6)
-        build = _net(lambda: keras.layers.BatchNormalization(renorm=True))
-        renorm = _train(f"{folder}/renorm", build, max_steps=6, check_sync_every=1)
+        whole, _, resumed = (train(*run, drop, [Seeds()]) for run in (("whole", 6), ("cut", 4), ("cut", 6)))
+        renorm = train("renorm", 6, partial(keras.layers.BatchNormalization, renorm=True))
     return {"whole": whole, "resumed": resumed, "renorm": renorm, "seeds": seeds, "said": said}
 
 
-def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(jobs: Jobs) -> None:
-    ranks = jobs(2, "mpirun")["drop"]
+def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(jobs: Results) -> None:
+    ranks = jobs[2]["drop"]
     assert "random layers: dropout: results depend on the number of ranks" in ranks[0]["said"]
     for rank in ranks:
-        assert rank["whole"]["replicas_identical"] and rank["resumed"]["replicas_identical"]
-        assert rank["renorm"]["replicas_identical"]  # after its statistics are averaged
+        assert all(rank[run]["replicas_identical"] for run in ("whole", "resumed", "renorm"))
         assert rank["whole"]["weights_sha256"] == rank["resumed"]["weights_sha256"]
         whole, cut, resumed = rank["seeds"]
         assert whole == resumed and whole[1] == cut[1] + 2 == 6  # one mask in each step
@@ -272,6 +252,7 @@ def _unsuited() -> dict[str, tuple[Any, str]]:
     sgd = keras.optimizers.SGD
     decay = keras.optimizers.schedules.CosineDecay
     return {
+        "none": (lambda rate: None, "returned NoneType; return a keras.optimizers.Optimizer"),
         "distributed": (lambda rate: hvd_cifar.DistributedOptimizer(sgd(rate)), "around others; return one plain"),
         "loss scale": (lambda rate: keras.optimizers.LossScaleOptimizer(sgd(rate)), "around others; return one plain"),
         "rate of a schedule": (lambda rate: sgd(decay(rate, 9)), "its learning rate is no number"),
@@ -319,26 +300,17 @@ def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
         "adapt": _net(Adapting),
         "optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=optimizer)),
         "schedule": _net(recipe=hvd_cifar.Recipe(schedule=schedule)),
-        "no optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=lambda rate: None)),
         **{name: _net(recipe=hvd_cifar.Recipe(optimizer=make)) for name, (make, _) in _unsuited().items()},
     }
-    told = {}
-    for name, build in cases.items():
-        try:
-            _train(f"{folder}/{name}", build, max_steps=1, clip_norm=1.0)
-            told[name] = ["went on", ""]
-        except Exception as error:
-            told[name] = [type(error).__name__, str(error)]
-    return told
+    return {name: _error_of(f"{folder}/{name}", make, max_steps=1, clip_norm=1.0) for name, make in cases.items()}
 
 
-def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["fails"]
+def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(jobs: Results) -> None:
+    first, second = jobs[2]["fails"]
     for name in ("build", "optimizer"):
         assert first[name] == second[name] and first[name][0] == "UserError"
         assert f"KeyError: '{name}' (test_own_layers.py, line " in first[name][1]
     assert "optimizer(0.02) of its recipe" in first["optimizer"][1]
-    assert "returned NoneType; return a keras.optimizers.Optimizer" in first["no optimizer"][1]
     for name, (_, message) in _unsuited().items():
         assert first[name] == second[name] and first[name][0] == "UserError" and message in first[name][1]
     for name in ("adapt", "schedule"):
@@ -357,14 +329,12 @@ def _load_where_the_file_is_not(folder: str) -> list[str]:
     os.chdir(Path(folder, f"rank-{start().rank}"))
     build = user_code.load("mine.py:build", "--model")
     assert user_code.load("mine.py:build", "--model") is build  # run once in a process
-    try:
+    with pytest.raises(ZeroDivisionError) as failed:
         user_code.load("mine.py:broken", "--model")()
-    except ZeroDivisionError as error:
-        assert error.__traceback__ and error.__traceback__.tb_next
-        failed = error.__traceback__.tb_next
-        return [build(), linecache.getline(failed.tb_frame.f_code.co_filename, failed.tb_lineno).strip()]
-    return []
+    last = failed.tb.tb_next
+    assert last
+    return [build(), linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).strip()]
 
 
-def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(jobs: Jobs) -> None:
-    assert jobs(3, "mpirun")["loads"] == [["ours", "1 / 0"]] * 3  # with its lines in tracebacks
+def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(jobs: Results) -> None:
+    assert jobs[3]["loads"] == [["ours", "1 / 0"]] * 3  # with its lines in tracebacks

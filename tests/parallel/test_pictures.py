@@ -105,9 +105,8 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
 def _is_frozen(settings: dict[str, str], weights: str) -> None:
     import keras
 
-    from hvd_cifar.config import make
+    from hvd_cifar.config import RunSettings, make
     from hvd_cifar.training.trained import load
-    from hvd_cifar.use_settings import RunSettings
 
     model = load(make(RunSettings, settings)).model
     body = keras.applications.MobileNetV2((96, 96, 3), alpha=0.5, weights=None, include_top=False, pooling="avg")

@@ -8,7 +8,7 @@ import pytest
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.training.evaluate import examples_at_once
-from hvd_cifar.training.evaluate_command import as_learnt
+from hvd_cifar.training.trained import as_learnt
 
 
 def _set(classes: int, names: tuple[str, ...] = (), shape: tuple[int, int, int] = (5, 5, 1)) -> Dataset:

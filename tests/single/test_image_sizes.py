@@ -16,7 +16,6 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model
-from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training.plan import changed, resolve
 from hvd_cifar.training.shrink import shrink
 from hvd_cifar.training.work import make_net, work_of
@@ -71,23 +70,6 @@ def test_a_recipe_s_sizes_are_parts_of_the_images_own(shape: Any, given: Any, si
     settings = resolve(make(TrainSettings, {"batch_size": 2, "set": given}), nets.recipe_of("fast"))
     data = Dataset.from_arrays(images, range(4), images, range(4))
     assert work_of(settings, data, _changed(nets.MODELS["fast"], settings), 0, 1).image_sizes == sizes
-
-
-def test_six_views_need_two_pixels_a_side() -> None:
-    images = np.zeros((4, 1, 40, 1), np.uint8)
-    data = Dataset.from_arrays(images, range(4), images, range(4))
-
-    def net(shape: Any, classes: int) -> keras.Model:
-        return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
-
-    for wanted in (True, False):
-        own = Model("own", net, Recipe(test_time_augmentation=wanted))
-        work = work_of(resolve(make(TrainSettings, {"batch_size": 2}), Recipe()), data, own, 0, 1)
-        if not wanted:
-            make_net(work)
-            continue
-        with pytest.raises(UserError, match="test_time_augmentation: images of 1 x 40 pixels have no views"):
-            make_net(work)
 
 
 def test_only_a_net_that_takes_any_size_is_given_several() -> None:

@@ -14,7 +14,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models import resnet
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, cosine
-from hvd_cifar.training.plan import Plan, changed, global_batch, make_schedule, plan, resolve
+from hvd_cifar.training.plan import Plan, changed, global_batch, make_schedule, plan, resolve, set_precision
 
 
 def _recipe(settings: TrainSettings, size: int) -> Recipe:
@@ -49,6 +49,7 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
     ("values", "size", "expected"),
     [
         ({"model": "resnet20", "global_batch_size": 128}, 4, RESNET),
+        ({"model": "resnet20", "global_batch_size": 128, "epochs": 163.84}, 1, RESNET),  # of the paper's length
         # A shorter run takes its steps at a half and at three quarters, as 32,000 and 48,000 are of 64,000.
         (
             {"model": "resnet20", "epochs": 3, "global_batch_size": 128},
@@ -92,7 +93,9 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(("examples", "batch", "epochs"), [(50_000, 128, 12), (1100, 1024, 164), (129, 128, 164)])
+@pytest.mark.parametrize(
+    ("examples", "batch", "epochs"), [(50_000, 128, 12), (1100, 1024, 164), (129, 128, 164), (99, 99, 1)]
+)
 def test_a_shorter_run_falls_at_the_same_fractions_of_its_steps(examples: int, batch: int, epochs: int) -> None:
     """Also where most batches are the nearly empty last one of an epoch."""
     settings = _resolved({"model": "resnet20", "global_batch_size": batch, "epochs": epochs}, 1)
@@ -100,6 +103,7 @@ def test_a_shorter_run_falls_at_the_same_fractions_of_its_steps(examples: int, b
     made = plan(settings, recipe, examples, 1)
     stairs = make_schedule(settings, recipe, made).decay_steps
     assert [step / made.all_steps for step in stairs] == pytest.approx([0.5, 0.75], abs=0.51 / made.all_steps)
+    assert stairs[0] >= 1
 
 
 def test_the_rate_is_scaled_by_examples_or_by_their_square_root() -> None:
@@ -148,17 +152,13 @@ def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: 
     assert (found.global_batch_size, found.steps_per_epoch, found.total_steps) == (batch, steps, total)
 
 
-@pytest.mark.parametrize(
-    ("values", "steps"),
-    [
-        ({"model": "tutorial", "global_batch_size": 128}, 391),
-        ({"model": "fast"}, 3 * 49),
-        ({"model": "fast", "eval_every": 7}, 7),
-        ({"model": "fast", "eval_every": 0}, 0),
-    ],
-)
-def test_steps_between_evaluations(values: dict[str, Any], steps: int) -> None:
-    assert _plan(_resolved(values, 1), 1).evaluation_steps == steps
+def test_all_numbers_of_a_plan() -> None:
+    found = _plan(_resolved({"model": "fast", "batch_size": 512, "max_steps": 7}, 4), 4)
+    assert found == Plan(50_000, 2048, 25, 7, 250, 2.0, 1.0, 75)
+    assert _plan(_resolved({"model": "resnet20"}, 2), 2).warmup_epochs == 1.0
+    assert [found.examples_in_step(step) for step in (0, 24, 25)] == [2048, 50_000 - 24 * 2048, 2048]
+    steps = {None: 3 * 49, 7: 7, 0: 0}  # between evaluations
+    assert {n: _plan(_resolved({"model": "fast", "eval_every": n}, 1), 1).evaluation_steps for n in steps} == steps
 
 
 @pytest.mark.parametrize(
@@ -202,6 +202,27 @@ def test_a_recipe_s_values_are_those_that_an_option_could_have(wrong: dict[str, 
     settings = make(TrainSettings, {"model": "tutorial"})
     with pytest.raises(UserError, match=f"--model tutorial: its recipe: --{name.replace('_', '-')} {value}: "):
         resolve(settings, changed(Recipe(**wrong), settings))
+
+
+def test_precision_and_seed_are_those_of_all_that_keras_makes() -> None:
+    def drawn(precision: str | None, seed: int) -> Any:
+        set_precision(precision, seed)
+        names = keras.config.floatx(), keras.config.dtype_policy().name, keras.layers.Dense(1).name
+        return (*names, keras.config.image_data_format()), keras.random.normal((2,), dtype="float32").numpy().tolist()
+
+    keras.config.set_image_data_format("channels_first")
+    try:
+        for precision, floats, policy in (
+            (f"float{64}", "float64", "float64"),  # not the object that a literal is
+            ("mixed_bfloat16", "float32", "mixed_bfloat16"),
+            (None, "float32", "float32"),
+        ):
+            about, numbers = drawn(precision, 5)
+            assert about == (floats, policy, "dense", "channels_last")
+            assert numbers == drawn(precision, 2**32 + 5)[1]
+            assert numbers not in (drawn(precision, 6)[1], drawn(precision, 2**31 + 5)[1])
+    finally:
+        set_precision("float32", 0)
 
 
 def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:

@@ -24,7 +24,6 @@ from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.tools.benchmark.results import Result, estimate, facts, shown, tell
 from hvd_cifar.tools.settings import BenchmarkStepSettings
-from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Averaging, make_train_step
 from hvd_cifar.training.work import Work, bucket_bytes_of, make_averages, make_net, make_optimizer, prepare, step_spec
 
@@ -78,7 +77,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
     return {
         "facts": facts(world),
         "model": settings.model,
-        "precision": precision_of(settings),
+        "precision": settings.precision,
         "dataset": bench.work.dataset.name,
         "per_rank_batch_size": batch,
         "compression": settings.compression,
