@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -101,12 +102,8 @@ def slots_of(hosts: Sequence[Host]) -> int:
 
 def first_slots(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
     """The first `ranks` slots of the hosts."""
-    found = []
-    for host in hosts:
-        taken = min(ranks, host.slots)
-        ranks -= taken
-        found += [Host(host.name, taken)] * bool(taken)
-    return tuple(found)
+    used = Counter(hosts_of_ranks(hosts, ranks)) if hosts else {}
+    return tuple(Host(name, slots) for name, slots in used.items())
 
 
 def ranks_of(hosts: Sequence[Host]) -> int:

@@ -185,9 +185,7 @@ class ElasticRun:
         if lost.rank is None:
             self.doubted.add(lost.host)
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
-        how = "" if lost.rank is None else f" (exit code {code})"
-        then = f"it rests for {seconds:g} s, and the others go on" if seconds else "all start again"
-        complain(f"elastic: {what} is lost{how}; {then}")
+        complain(f"elastic: {what} is lost (exit code {code}); it rests for {seconds:g} s")
 
     def _hosts(self, least: int) -> tuple[Host, ...] | None:
         """The hosts to start on, once they have slots for `least` ranks; None: the time is up, or a signal came."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runs
-from tests.faults.jobs import COURSE, STEPS, checkpoints, start
+from tests.faults.jobs import COURSE, STEPS, start
 
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
 
@@ -37,22 +37,6 @@ def test_a_killed_rank(alone: Path, embedded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Path) -> None:
-    """The other one goes on without it, to the end."""
-    launcher = ["--elastic", "1:2", "--cool-down", "900:900"]
-    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--stall-seconds", 3)
-    try:
-        job.wait_for_step(20)
-        job.send(signal.SIGSTOP, "rank 1")
-        assert job.wait() == 0, job.said()
-    finally:
-        job.end()
-    assert re.search(r"rank 1 on \S+ hangs at step \d+", job.said())
-    assert "elastic: rank 1 on localhost is lost (exit code 69)" in job.said() and not job.left()
-    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
-
-
-@pytest.mark.slow
 def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """Neither processes nor copies of the state are left; a resumed run ends with the weights of one left alone."""
     options = [*OPTIONS, "--checkpoint-every", 10]
@@ -72,26 +56,3 @@ def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
     again = start(["-np", 1], embedded, job.run_dir, *options)
     assert again.wait() == 0, again.said()
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
-
-
-DRIFT = """
-import hvd_cifar
-
-class Drift(hvd_cifar.Callback):
-    def on_step(self, run):
-        if run.step == 15 and run.world.rank == 0:
-            kernel = run.model.trainable_variables[0]
-            kernel.assign(kernel + 0.01)
-"""
-
-
-@pytest.mark.slow
-def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) -> None:
-    """Their copies of the state differ as well: the job must not go on from one of them."""
-    program = tmp_path / "drift.py"
-    program.write_text(DRIFT)
-    options = [*OPTIONS, "--check-sync-every", 10, "--callbacks", f"{program}:Drift"]
-    job = start(["--elastic", "1:2", "--cool-down", "0:0"], embedded, tmp_path / "run", *options)
-    assert job.wait() == 1, job.said()
-    assert "ranks are out of sync after step 20" in job.said() and "resumed" not in job.said()
-    assert not checkpoints(job.run_dir) and not job.left()

@@ -207,6 +207,12 @@ def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(capf
     assert "elastic: exit code 1; all start again" in said
 
 
+def test_a_job_does_not_go_on_from_copies_that_differ(capfd: pytest.CaptureFixture[str]) -> None:
+    run = Fake(1)
+    run.job.tail = b"hvd_cifar: ranks are out of sync after step 20: dense/kernel\n"
+    assert run.run() == 1 and run.started == [HOSTS] and "elastic" not in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_job_that_needs_a_lost_host_waits_for_it(

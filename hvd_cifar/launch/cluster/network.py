@@ -171,13 +171,8 @@ def find_network(participants: Participants) -> Network:
         cards = {host: [Card(**card) for card in answer["cards"]] for host, answer in answers.items()}
         found = candidates(cards, {host: answer["named"] for host, answer in answers.items()})
         if not found:
-            named = (
-                f"{host}: {', '.join(f'{c.name} {c.subnet}' for c in has) or 'none'}" for host, has in cards.items()
-            )
-            raise UserError(
-                f"the hosts have no network in common ({'; '.join(named)}): connect them to one, or name them by the "
-                "addresses of cards between which routers forward"
-            )
+            bare = ", ".join(host for host, has in cards.items() if not has)
+            raise UserError(f"the hosts have no network in common: no card of {bare} is up; connect all to one network")
         faults = _try_out(found, programs, {host: answer["ports"] for host, answer in answers.items()})
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
