@@ -40,24 +40,16 @@ KEEPALIVE, KEEPALIVE_ELASTIC = (10, 5, 4), (2, 1, 3)
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be started.
-
-    ranks: -np; None: it is not given.
-    hosts: (): this machine.
-    in_slurm: whether the hosts are the nodes of this process's Slurm allocation, which starts programs there.
-    run_dir: set for --max-restarts, --elastic and --validation-ranks, and where rank 0 trains on this host.
-    of_restarts: options that restarts add to the command.
-    variables: additional ones for the ranks.
-    """
+    """What is to be started."""
 
     settings: LaunchSettings
     command: tuple[str, ...]
-    ranks: int | None
-    hosts: tuple[Host, ...] = ()
-    in_slurm: bool = False
-    run_dir: Path = Path()
-    of_restarts: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    ranks: int | None  # -np; None: it is not given
+    hosts: tuple[Host, ...] = ()  # (): this machine
+    in_slurm: bool = False  # whether the hosts are the nodes of this Slurm allocation, which starts programs there
+    run_dir: Path = Path()  # set where restarts, elastic and validation ranks need it, and where rank 0 trains here
+    of_restarts: tuple[str, ...] = ()  # options that restarts add to the command
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
 
     @property
     def is_program(self) -> bool:

@@ -65,7 +65,7 @@ class Roster:
 
 
 class ElasticRun:
-    """An elastic job from its first start to its end.
+    """An elastic job, from its first start to its end.
 
     The first start waits for -np slots, and takes more if they are there. Without -np it waits for the least number of
     ranks, and the ranks that it has take the place of -np: times --batch-size they are the global batch.

@@ -59,16 +59,12 @@ class Heir:
 
 @dataclass(frozen=True)
 class Starter:
-    """mpirun's command line and variables.
-
-    hosts: each rank's host where there are several hosts, else ().
-    proof: a file that ranks write, or touch, before they end with code 0; None: their code says enough.
-    """
+    """mpirun's command line and variables."""
 
     words: list[str]
     env: Mapping[str, str]
-    hosts: Sequence[str] = ()
-    proof: Path | None = None
+    hosts: Sequence[str] = ()  # each rank's, where there are several
+    proof: Path | None = None  # what ranks write, or touch, before they end with code 0; None: their code says enough
 
 
 class Job:

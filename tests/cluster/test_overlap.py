@@ -84,16 +84,6 @@ def test_a_rank_that_must_not_sleep_keeps_all_awake(two_hosts: Cluster, tmp_path
     _reduce(two_hosts, (1, 1), tmp_path / "program.py", own + PROGRAM)
 
 
-def test_hosts_send_buckets(two_hosts: Cluster, embedded: Path) -> None:
-    """That these train as one message does: `test_exactness`."""
-    words: list[str | Path] = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1)]
-    options = ["--model", "tutorial", "--threads-per-rank", "1", "--overlap", "auto"]
-    words += training(embedded, two_hosts.own / "link", *options)
-    done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "gradients leave in buckets of 260.8 KiB" in done.stdout, done.stdout
-
-
 def test_virtual_shards_on_two_hosts_end_with_one_rank_s_bits(two_hosts: Cluster, embedded: Path) -> None:
     found = {}
     for name, slots, options in (

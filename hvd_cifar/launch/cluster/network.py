@@ -30,14 +30,11 @@ LATE = 124  # the exit code of `timeout`
 
 @dataclass(frozen=True)
 class Participants:
-    """The hosts that take part in a job.
-
-    hosts: their names. here: that of this machine. way: how to run commands on the others, the module `ssh` or `slurm`.
-    """
+    """The names of the hosts that take part in a job."""
 
     hosts: Sequence[str]
-    here: str
-    way: ModuleType = ssh
+    here: str  # the name of this machine
+    way: ModuleType = ssh  # how to run commands on the others: the module `ssh` or `slurm`
 
 
 class Program:
