@@ -126,8 +126,7 @@ class Job:
         ]
         for pump in pumps:
             pump.start()
-        why = self._wait(process)
-        code = process.wait()
+        why, code = self._wait(process), process.wait()
         heir.release()
         was_killed = code == -signal.SIGKILL
         if why and was_killed:
@@ -174,7 +173,10 @@ class Job:
         Returns the exit code of a job that was ended, since a rank held it up; else 0.
         """
         code, end, missed_for = 0, 0.0, 0.0
-        while not _ends(process, SECONDS_BETWEEN_ASKS):
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_BETWEEN_ASKS)
+                return code
             missed_for = missed_for + SECONDS_BETWEEN_ASKS if (missed := waited_for(process.pid)) else 0.0
             if code and time.monotonic() > end:
                 process.kill()  # mpirun waits for hosts that it cannot reach
@@ -188,7 +190,6 @@ class Job:
                 self._ask(signal.SIGTERM)
             elif self.stops:
                 self._send(signal.SIGUSR1)  # again, for ranks that had not started before
-        return code
 
     def wait(self, seconds: float) -> bool:
         """Wait between two starts. False if a signal has ended the job."""
@@ -256,13 +257,6 @@ def _mark_of(proof: Path | None) -> tuple[int, int] | None:
         state = proof.stat() if proof else None
         return (state.st_ino, state.st_mtime_ns) if state else None
     return None
-
-
-def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
-    """Whether a process ends within some time. Some Pythons, such as conda's, have no `os.pidfd_open` for this."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.returncode is not None
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:
