@@ -1,12 +1,4 @@
-"""Run one function in several real ranks, and get what each returned.
-
-    def mean_rank() -> float:
-        import horovod.tensorflow as hvd
-        hvd.init()
-        return float(hvd.allreduce(float(hvd.rank())))
-
-    def test_mean_rank() -> None:
-        assert run_ranks(mean_rank, 2) == [0.5, 0.5]
+"""Run one function in several real ranks, and get what each returned: `run_ranks(mean_rank, 2) == [0.5, 0.5]`.
 
 The function must stand at the top level of its module; the module is imported by path in every rank, so keep what
 it imports at its top cheap. Arguments and return values travel as JSON: a tuple comes back as a list, a NumPy array
@@ -40,7 +32,6 @@ import psutil
 from tests.rank import POLL_SECONDS, plain
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-LOG_TAIL_LINES = 40
 MOST_POOLED = 3  # ranks of a group that stays; more are rare
 JOB = "TEST_JOB"
 Jobs = Callable[[int, str], dict[str, list[Any]]]  # what `run_all` returned for a number of ranks and a launcher
@@ -79,8 +70,8 @@ def run_all(
 ) -> dict[str, list[Any]]:
     """Call functions one after the other in the same `n` ranks; return the values of each by its name, by rank.
 
-    Arguments are given by `functools.partial`; the first failure ends the job. After it, and after `timeout` seconds,
-    no process is left behind.
+    Arguments are given by `functools.partial`. Raises RanksFailed at the first failure and after `timeout` seconds;
+    then no process is left behind.
 
     Args:
         launcher: "mpirun", "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
@@ -88,9 +79,6 @@ def run_all(
         tensorflow: it is imported first, as by a rank of `train`.
         deterministic: the ranks can train with --deterministic.
         fresh: the ranks serve no other test.
-
-    Raises:
-        RanksFailed: with the end of every rank's output, where a rank fails or time runs out.
     """
     calls = []
     for name, function in functions.items():
@@ -100,26 +88,19 @@ def run_all(
     text = json.dumps([tensorflow, deterministic, calls], default=plain)
     what = f"{', '.join(functions)} on {n} ranks ({launcher})"
     if launcher == "mpirun" and n <= MOST_POOLED and tensorflow and not env and not fresh:
-        ranks = _group(n).call(text, timeout, what)
+        ranks = (_GROUPS.get(n) or Group(n)).call(text, timeout, what)
     else:
-        ranks = _call_once(text, n, launcher, env, timeout, what)
+        with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
+            folder, output = Path(temporary), Path(temporary, "launcher.log")
+            (folder / "calls.json").write_text(text)
+            words = _words(n, launcher, temporary)
+            with output.open("w") as log:
+                code = run_to_end(words, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
+            found = _returned(folder, n)
+            if code or not found:
+                raise _failure(what, timeout, code, folder, n, _read(output))
+            ranks = found
     return {name: [results[name] for results in ranks] for name in functions}
-
-
-def _call_once(
-    calls: str, n: int, launcher: str, env: dict[str, str] | None, timeout: float, what: str
-) -> list[dict[str, Any]]:
-    """What `n` ranks that are started for it return."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
-        folder = Path(temporary)
-        (folder / "calls.json").write_text(calls)
-        words = _words(n, launcher, temporary)
-        with (folder / "launcher.log").open("w") as log:
-            returncode = run_to_end(words, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
-        found = _returned(folder, n)
-        if returncode == 0 and found:
-            return found
-        raise _failure(what, timeout, returncode, folder, n, _read(folder / "launcher.log"))
 
 
 def _words(n: int, launcher: str, *arguments: str) -> list[str]:
@@ -143,6 +124,7 @@ class Group:
 
     def __init__(self, n: int) -> None:
         self.n, self.jobs = n, 0
+        _GROUPS[n] = self
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.output, self.mark = self.folder / "launcher.log", secrets.token_hex(8)
         words = _words(n, "mpirun", str(self.folder), str(os.getpid()))
@@ -184,12 +166,6 @@ class Group:
 _GROUPS: dict[int, Group] = {}
 
 
-def _group(n: int) -> Group:
-    if n not in _GROUPS:
-        _GROUPS[n] = Group(n)
-    return _GROUPS[n]
-
-
 def end_groups() -> None:
     """End all ranks that wait."""
     for group in list(_GROUPS.values()):
@@ -216,10 +192,10 @@ def once(start: Jobs) -> Jobs:
 
 
 def command(words: Sequence[Any]) -> dict[str, Any]:
-    """Run a command line of the package in this rank, as `python -m hvd_cifar` does; for `run_all`, several in turn.
+    """Run a command line of the package in this rank, as `python -m hvd_cifar` does.
 
-    Returns its exit code as "code", and what this rank wrote, from Python or not: the lines of standard output as
-    "said", those of standard error as "errors". No rank waits before it exits with an error.
+    Returns its exit code as "code", and the lines that this rank wrote, from Python or not: of standard output as
+    "said", of standard error as "errors". No rank waits before it exits with an error.
     """
     from hvd_cifar import cli
     from hvd_cifar.training.preemption import SIGNALS
@@ -321,4 +297,4 @@ def _read(path: Path) -> str:
 
 
 def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+    return "\n".join(text.splitlines()[-40:])

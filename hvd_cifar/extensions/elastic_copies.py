@@ -6,7 +6,6 @@ Variables that differ between ranks, such as local moving statistics, are then t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.fields import MOST_STEPS
-from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, own_folder
+from hvd_cifar.runtime.shared_memory import NONE, TwoVersions, own_folder, versions_in
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
     from hvd_cifar.runtime.environment import ElasticJob
-
-STATE = "state"
 
 
 def make(run: Run) -> Callback | None:
@@ -38,8 +35,6 @@ class _Values:
         dtypes = dict.fromkeys(v.dtype for v in variables)
         alike = [[v for v in variables if v.dtype == dtype] for dtype in dtypes]
         self._in_order = [v for of_type in alike for v in of_type]
-        described = [(v.dtype.name, tuple(v.shape)) for v in self._in_order]
-        self.layout = hashlib.sha256(repr(described).encode()).digest()
         self.size = sum(map(_bytes_of, variables))
         self._joined = tf.function(
             lambda: [tf.concat([tf.reshape(v, [-1]) for v in of_type], 0) for of_type in alike], autograph=False
@@ -79,22 +74,23 @@ class ElasticCopies(Callback):
             UserError: where the host's shared memory has no room.
         """
         self._values = _Values(run.state.variables)
-        folder = run.ranks.on_every_rank(lambda: own_folder(self.job.name))
+        self._folder = run.ranks.on_every_rank(lambda: own_folder(self.job.name))
         is_first = run.world.local_rank == 0
-        layout, size = self._values.layout, self._values.size
-        self._slots = run.ranks.on_every_rank(lambda: TwoSlots(folder / STATE, layout, size) if is_first else None)
+        self._copies = run.ranks.on_every_rank(
+            lambda: TwoVersions(self._folder, self._values.size) if is_first else None
+        )
         return "memory" if self._restore(run) else None
 
     def on_step(self, run: Run) -> None:
         """Copy the state of this step."""
         run.tell("before_save")
-        if self._slots:
-            self._slots.write(self._version(run), self._values.pieces())
+        if self._copies:
+            self._copies.write(self._version(run), self._values.pieces())
 
     def on_rollback(self, run: Run) -> None:
         """Forget the copies, which are of discarded steps."""
-        if self._slots:
-            self._slots.clear()
+        if self._copies:
+            self._copies.clear()
 
     def _version(self, run: Run) -> int:
         """A number that grows with each step, and with each rollback even though its step is an earlier one."""
@@ -102,12 +98,12 @@ class ElasticCopies(Callback):
 
     def _restore(self, run: Run) -> bool:
         """Restore the newest whole copy on all ranks, if it is later than the present state. A collective."""
-        newest = run.ranks.gather(max(self._slots.versions) if self._slots else NONE)
+        newest = run.ranks.gather(max(versions_in(self._folder), default=NONE) if self._copies else NONE)
         found = max(newest)
         if found <= self._version(run):
             return False
         root = newest.index(found)
-        if self._slots and run.world.rank == root:
-            self._values.assign(self._slots.read(found))
+        if self._copies and run.world.rank == root:
+            self._values.assign(self._copies.read(found))
         run.state.broadcast(root)
         return True

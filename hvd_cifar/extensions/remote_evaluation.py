@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from hvd_cifar.runtime.stalls import FACTOR, FLOOR, PATIENCE
+from hvd_cifar.runtime.watch import FACTOR, FLOOR, PATIENCE
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from hvd_cifar.launch.cluster.network import Network, Participants, find_network
 from hvd_cifar.launch.job import Starter
 from hvd_cifar.launch.settings import LaunchSettings, launcher_options
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.environment import LAUNCH, prepare_tensorflow
-from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
+from hvd_cifar.runtime.environment import LAUNCH, RING_PARAMETERS, RING_VARIABLES, prepare_tensorflow
 
 PYTHON = "python"  # the command that runs a user's own program on each rank
 # The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.

@@ -29,7 +29,7 @@ from hvd_cifar.launch.job import Heir, Job
 from hvd_cifar.launch.jobs import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless
 from hvd_cifar.launch.output import Lost
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
-from hvd_cifar.runtime.shared_memory import LABEL_BYTES, NONE, folder_of, newest_of, newest_version
+from hvd_cifar.runtime.shared_memory import NONE, folder_of, numbers_of, versions_in
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where no rank of this host copies the state
@@ -80,7 +80,7 @@ class ElasticRun:
         self.seconds_to_wait = given.elastic_timeout or 600
         self.roster = Roster(*(given.cool_down or (10, 300)))
         self.way = slurm if request.in_slurm else ssh
-        self.folder = folder_of(secrets.token_hex(8))  # of the copies of the state, on each host
+        self.folder = folder_of(f"hvd_cifar-{secrets.token_hex(8)}")  # of the copies of the state, on each host
         self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
         self.doubted: set[str] = set()  # hosts that were lost or silent, and have not answered since
@@ -278,6 +278,6 @@ class ElasticRun:
 
     def _newest_copy(self, hosts: Sequence[str] = ()) -> int:
         """The newest version of the state on this host, and on any of `hosts`; -1: there is none."""
-        said = self._ask(hosts, ["head", "-c", str(LABEL_BYTES), f"{self.folder}/state"]).values()
-        there = [newest_of((label or b"")[-LABEL_BYTES:]) for label in said]  # after a login's text
-        return max([newest_version(self.folder / "state"), *there])
+        listed = b"\n".join(filter(None, self._ask(hosts, ["ls", str(self.folder)]).values()))
+        there = numbers_of(listed.decode(errors="replace").splitlines())  # beside a login's text
+        return max([*versions_in(self.folder), *there], default=NONE)

@@ -21,9 +21,8 @@ from hvd_cifar.errors import RESUME, STALLED, TrainingError
 from hvd_cifar.files import complain, write
 from hvd_cifar.launch.output import Errors, Lost, by_rank
 from hvd_cifar.runtime.environment import LAUNCH, Launch
-from hvd_cifar.runtime.inspect_process import is_pending, waited_for
-from hvd_cifar.runtime.process import adopt_orphans
-from hvd_cifar.runtime.stalls import lost_ranks
+from hvd_cifar.runtime.process import adopt_orphans, is_pending, waited_for
+from hvd_cifar.runtime.watch import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SECONDS_FOR_ORPHANS = 2.0  # before they are killed: those that print a rank's last lines end by themselves
@@ -98,7 +97,7 @@ class Job:
     def lost(self) -> list[Lost]:
         """The ranks and hosts that the last start lost: only the one that hangs, if ranks name one."""
         hanging = lost_ranks(self.tail.decode(errors="replace"))
-        return [Lost(one.host, one.rank) for one in hanging] or self._errors.lost
+        return [Lost(host, rank) for rank, host in hanging.items()] or self._errors.lost
 
     @property
     def last_words(self) -> str:

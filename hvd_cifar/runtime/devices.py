@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import psutil
 
 from hvd_cifar.errors import UserError
 
-# Files of a control group's folder that state its CPU limit: one of version 2, and two of version 1.
-QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 # Beginnings of its names for vector instructions, on x86 and ARM.
@@ -22,11 +20,8 @@ VECTOR_FLAGS = ("avx", "amx", "fma", "asimd", "sve", "sme", "bf16")
 def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
     """The index of this rank's GPU among the GPUs that its process sees; None where no rank of this host sees one.
 
-    Args:
-        views: for each local rank, the names (UUIDs) of the GPUs that its process sees, in CUDA's order.
-
-    Raises:
-        UserError: where there are more local ranks than GPUs, or only some ranks see one.
+    `views`: for each local rank, the names (UUIDs) of the GPUs that its process sees, in CUDA's order. Raises UserError
+    where there are more local ranks than GPUs, or only some ranks see one.
     """
     mine = list(views[local_rank])
     if not any(views):
@@ -56,17 +51,14 @@ def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
             that does not exist.
     """
     uuids: list[str] = re.findall(r"^GPU \d+:.*\(UUID: ([^)]+)\)", listing, re.MULTILINE)
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is None:
         return uuids
-    visible = []
-    for name in (part.strip() for part in chosen.split(",")):
-        if name.isdecimal() and int(name) < len(uuids):
-            visible.append(uuids[int(name)])
-        elif name and not name.isdecimal() and any(uuid.startswith(name) for uuid in uuids):
-            visible.append(next(uuid for uuid in uuids if uuid.startswith(name)))
-        else:
+    visible: list[str] = []
+    for name in map(str.strip, chosen.split(",")):
+        meant = uuids[int(name) :][:1] if name.isdecimal() else [u for u in uuids if name and u.startswith(name)][:1]
+        if not meant:
             break
+        visible += meant
     return visible
 
 
@@ -92,11 +84,8 @@ def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: fl
         quota: the container's limit in cores for all processes together; None: no limit.
     """
     mine = masks[local_rank]
-    sharing = sum(1 for mask in masks if mask & mine)
-    cores = len(mine) / sharing
-    if quota is not None:
-        cores = min(cores, quota / len(masks))
-    return max(1, int(cores))
+    cores = len(mine) / sum(1 for mask in masks if mask & mine)
+    return max(1, int(cores if quota is None else min(cores, quota / len(masks))))
 
 
 def usable_cores(cores: int, quota: float | None) -> int:
@@ -107,34 +96,30 @@ def usable_cores(cores: int, quota: float | None) -> int:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The limit in cores of this process's control group and those around it; None: no limit."""
     quotas = []
-    for folder in group_folders(root):
-        version_2, quota, period = (_read(folder / name).split() for name in QUOTA_FILES)
-        words = version_2 or quota + period
+    for folder in _group_folders(root):
+        version_2, quota, period = (_read(folder / f"cpu.{name}") for name in ("max", "cfs_quota_us", "cfs_period_us"))
+        words = (version_2 or f"{quota} {period}").split()
         if len(words) == 2 and all(word.isdecimal() for word in words):  # else "max", or -1 in version 1
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
 
 
-def available_memory(*, swap: bool) -> int:
-    """Bytes that processes of this host can still allocate, with its free swap or without; a container's limit is not
-    known.
-    """
-    return psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
-
-
-def group_folders(root: Path = Path("/")) -> list[Path]:
+def _group_folders(root: Path) -> Iterator[Path]:
     """The folders of this process's CPU control group and those around it, of versions 1 and 2; some may be missing.
 
     A container sees its own group as the outermost. systemd and Slurm limit groups further in.
     """
-    base = root / "sys" / "fs" / "cgroup"
-    folders = [base, base / "cpu"]
-    for line in _read(root / "proc" / "self" / "cgroup").splitlines():
+    for line in ["::/", ":cpu:/", *_read(root / "proc" / "self" / "cgroup").splitlines()]:
         controllers, _, path = line.partition(":")[2].partition(":")
         if not controllers or "cpu" in controllers.split(","):
+            base = root / "sys" / "fs" / "cgroup" / ("cpu" if controllers else "")
             inner = PurePosixPath(path.lstrip("/"))
-            folders += [folders[bool(controllers)] / part for part in (inner, *inner.parents)]
-    return list(dict.fromkeys(folders))
+            yield from (base / part for part in (inner, *inner.parents))
+
+
+def available_memory(*, swap: bool) -> int:
+    """Bytes that processes of this host can still allocate; a container's limit is not known."""
+    return psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
 
 
 def multiplies_bfloat16(cpuinfo: Path) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -22,6 +24,36 @@ RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 LOCAL_RANK_VARIABLES = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 # The number of ranks. PMIx sets none; under srun Slurm does.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# What the launcher tells ranks, as JSON lists in these variables.
+LAUNCH, ELASTIC, BESIDE = "HVD_CIFAR_LAUNCH", "HVD_CIFAR_ELASTIC", "HVD_CIFAR_BESIDE"
+# The settings for an all-reduce in a ring: -mca parameters of mpirun, which it passes to ranks as variables, and a
+# variable for NCCL. Gloo's all-reduce is always a ring.
+RING_PARAMETERS = {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_algorithm": "4"}
+RING_VARIABLES = {"NCCL_ALGO": "Ring"}
+
+_runs = itertools.count()  # of this process
+
+
+class Launch(NamedTuple):
+    """A job, and its starts of ranks."""
+
+    began: float  # Unix time, which identifies the job
+    restarts: int = 0  # how often the launcher has started these ranks before
+    ends: Sequence[str] = ()  # how the last of these starts ended, a line each, the newest last
+
+
+class ElasticJob(NamedTuple):
+    """An elastic job."""
+
+    name: str  # the same each time that its ranks start
+    ranks: int  # times a rank's batch size, this gives the global batch
+
+
+class Beside(NamedTuple):
+    """How many ranks of the other job, training or validation, share a host with this one (`--validation-ranks`)."""
+
+    before: int  # with slots before this job's, on the host of its first rank
+    after: int  # with slots after this job's, on the host of its last rank
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -39,55 +71,14 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
     return 1 if launched_rank(environment) is None else _first_number(SIZE_VARIABLES, environment)
 
 
+def copies(environ: Mapping[str, str]) -> int:
+    """The number of tasks in this process's Slurm step; 1 outside of a step."""
+    return _first_number(["SLURM_STEP_NUM_TASKS"], environ) or 1
+
+
 def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int | None:
     values = (environment.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), None)
-
-
-def copies(environ: Mapping[str, str]) -> int:
-    """The number of tasks in this process's Slurm step; 1 outside of a step."""
-    count = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return int(count) if count.isdecimal() else 1
-
-
-# What the launcher tells ranks, as JSON lists in these variables.
-LAUNCH, ELASTIC, BESIDE = "HVD_CIFAR_LAUNCH", "HVD_CIFAR_ELASTIC", "HVD_CIFAR_BESIDE"
-_runs = itertools.count()  # of this process
-
-
-class Launch(NamedTuple):
-    """A job, and its starts of ranks.
-
-    began: Unix time, which identifies the job.
-    restarts: how often the launcher has started these ranks before.
-    ends: how the last of these starts ended, a line each, the newest last.
-    """
-
-    began: float
-    restarts: int = 0
-    ends: Sequence[str] = ()
-
-
-class ElasticJob(NamedTuple):
-    """An elastic job.
-
-    name: of the job; the same each time that its ranks start.
-    ranks: times a rank's batch size, this gives the global batch.
-    """
-
-    name: str
-    ranks: int
-
-
-class Beside(NamedTuple):
-    """How many ranks of the other job, training or validation, share a host with this one (`--validation-ranks`).
-
-    before: those with slots before this job's, on the host of its first rank.
-    after: those with slots after this job's, on the host of its last rank.
-    """
-
-    before: int
-    after: int
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -139,9 +130,8 @@ def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:
     """Set variables that Open MPI and Horovod read at their start, unless the user has set them.
 
-    Args:
-        on_cpu: whether ranks compute on the CPU, and so share their cores with Horovod's polling thread.
-        prefix: of the Python environment that holds the packaged Open MPI.
+    `on_cpu`: whether ranks compute on the CPU, and so share their cores with Horovod's polling thread. `prefix`: of the
+    Python environment that holds the packaged Open MPI.
     """
     if launched_rank(environment) is None:
         # A single process without mpirun needs no MPI daemon.
@@ -160,3 +150,30 @@ def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Pat
         environment.setdefault("HOROVOD_IDLE_CYCLE_TIME", "50")
         # Horovod's thread sleeps while it waits for other hosts.
         environment.setdefault("HOROVOD_SHARES_CORE", "1")
+
+
+def all_reduce(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts: int, two_levels: bool = False) -> str:
+    """The all-reduce's algorithm as the rank's variables ask for it, such as "ring" or "MPI's choice".
+
+    `by_nccl`: whether NCCL reduces the gradients, on GPUs. `two_levels`: whether there are several hosts, each with the
+    same number of ranks above 1; Horovod's own rings then have two levels.
+    """
+    if by_nccl:
+        return environ.get("NCCL_ALGO", "NCCL's choice").lower().replace("nccl", "NCCL")
+    # Between hosts Horovod itself sends the ring's messages; see its patch.
+    if controller == "gloo" or (hosts > 1 and environ.get("HOROVOD_SHARES_CORE") == "1"):
+        return "ring in two levels" if two_levels else "ring"
+    is_ring = all(environ.get(f"OMPI_MCA_{name}") == value for name, value in RING_PARAMETERS.items())
+    return "ring" if is_ring else "MPI's choice"
+
+
+def address_here(environ: Mapping[str, str] = os.environ) -> str:
+    """This host's address for ranks of other hosts: on the job's network where the launcher names one."""
+    names = [environ.get("HOROVOD_GLOO_IFACE", ""), *environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")]
+    networks = [ipaddress.ip_network(name, strict=False) for name in names if "/" in name]
+    cards = psutil.net_if_addrs().items()
+    found = [(card, a.address) for card, every in cards for a in every if a.family == socket.AF_INET]
+    for card, address in found:
+        if card in names or any(ipaddress.ip_address(address) in network for network in networks):
+            return address
+    return next((address for _, address in found if not address.startswith("127.")), "127.0.0.1")

@@ -6,48 +6,38 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
 from hvd_cifar.files import complain
 from hvd_cifar.kernels import compiled
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.stalls import PATIENCE
-from hvd_cifar.runtime.watch import Peer, Watch
+from hvd_cifar.runtime.watch import PATIENCE, Peer, Watch
 
+if TYPE_CHECKING:
+    from hvd_cifar.runtime.world import World
+
+MOST_NAMED = 4  # hosts in a list
 Precision = Literal["float32", "mixed_bfloat16"]
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """A rank, as all ranks know it.
-
-    Attributes:
-        host, first, local_rank: its place, and the first rank of its host; cloned hosts may share a name.
-        device: TensorFlow's name of the one device that it sees.
-        threads: of TensorFlow's pool; 0 on a GPU.
-        processor: the name of its GPU or CPU.
-        rounding: what else decides how libraries divide sums on it: a CPU's cache and vector instructions.
-        kind: GPU, x86_64, ...: ranks of one kind compute the same bits value by value.
-        kernels: of its convolutions, in words.
-        precision: the faster one: bfloat16 on GPUs since Ampere and CPUs with its instructions.
-        peer: where its watchdog answers.
-    """
+    """A rank, as all ranks know it."""
 
     host: str
-    first: int
+    first: int  # rank of its host; cloned hosts may share a name
     local_rank: int
-    device: str
-    threads: int
-    processor: str
-    rounding: str
-    kind: str
-    kernels: str
-    precision: Precision
-    peer: Peer
+    device: str  # TensorFlow's name of the one that it sees
+    threads: int  # of TensorFlow's pool; 0 on a GPU
+    processor: str  # the name of its GPU or CPU
+    rounding: str  # what else decides how libraries divide sums on it: a CPU's cache and vector instructions
+    kind: str  # GPU, x86_64, ...: ranks of one kind compute the same bits value by value
+    kernels: str  # of its convolutions, in words
+    precision: Precision  # the faster one: bfloat16 on GPUs since Ampere and CPUs with its instructions
+    peer: Peer  # where its watchdog answers
 
     @property
     def hardware(self) -> str:
@@ -57,9 +47,8 @@ class RankFacts:
         return f"{self.threads} thread{'s' * (self.threads > 1)} of {self.processor}"
 
 
-def facts_of(host: str, first: int, device: str, threads: int, peer: Peer) -> RankFacts:
-    """This rank's."""
-    if "GPU" in device:
+def _facts_of(world: World, peer: Peer) -> RankFacts:
+    if "GPU" in world.device:
         details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
         processor, rounding, kind, kernels = str(details.get("device_name", "a GPU")), "", "GPU", "TensorFlow's"
         is_fast = details.get("compute_capability", (0, 0)) >= (8, 0)
@@ -68,19 +57,18 @@ def facts_of(host: str, first: int, device: str, threads: int, peer: Peer) -> Ra
         kind, kernels = platform.machine(), compiled.about()
         is_fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
     precision: Precision = "mixed_bfloat16" if is_fast else "float32"
-    return RankFacts(
-        host, first, hvd.local_rank(), device, threads, processor, rounding, kind, kernels, precision, peer
-    )
+    place = (world.host, world.first, world.local_rank, world.device, world.threads)
+    return RankFacts(*place, processor, rounding, kind, kernels, precision, peer)
 
 
-def gather(host: str, first: int, device: str, threads: int, watch: Watch) -> tuple[RankFacts, ...]:
+def gather(world: World, watch: Watch) -> tuple[RankFacts, ...]:
     """The facts of all ranks, by rank. After it their watchdogs know each other. A collective, of one message."""
-    peer = watch.listen(hvd.rank(), hvd.size() == hvd.local_size())
-    found: list[RankFacts] = collectives.all_gather_object(facts_of(host, first, device, threads, peer))
+    peer = watch.listen(world.rank, one_host=world.size == world.local_size)
+    found: list[RankFacts] = collectives.all_gather_object(_facts_of(world, peer))
     reaches = watch.join([facts.peer for facts in found])
     if watch.is_on and not all(collectives.all_gather_object(reaches)):
-        watch.is_alone = True
-        if hvd.rank() == 0:
+        watch.peers = ()
+        if world.is_root:
             complain(
                 "warning: the ranks' watchdogs do not reach each other, so a rank that hangs is not named, and the run "
                 f"ends after {PATIENCE:g} time-outs; let TCP connections between the hosts through"
@@ -89,21 +77,17 @@ def gather(host: str, first: int, device: str, threads: int, watch: Watch) -> tu
 
 
 def differences(found: Iterable[tuple[str, str]]) -> str:
-    """Which hosts (or ranks) have which value, in words, such as "x on a, b; y on c"; empty where all have the same.
+    """Which hosts have which value, in words, such as "x on a, b; y on c"; empty where all have the same.
 
-    Args:
-        found: host and value, in the order of ranks.
+    `found`: host and value, in the order of ranks.
     """
     by_value: dict[str, dict[str, None]] = {}
     for host, value in found:
         by_value.setdefault(value, {})[host] = None
-    if len(by_value) == 1:
-        return ""
-    return "; ".join(f"{value} on {_listed(list(hosts))}" for value, hosts in by_value.items())
-
-
-def _listed(hosts: Sequence[str], most: int = 4) -> str:
-    return ", ".join(hosts[:most]) + f" and {len(hosts) - most} more" * (len(hosts) > most)
+    listed = {value: ", ".join([*hosts][:MOST_NAMED]) for value, hosts in by_value.items()}
+    more = {value: len(hosts) - MOST_NAMED for value, hosts in by_value.items()}
+    parts = [f"{value} on {hosts}" + f" and {more[value]} more" * (more[value] > 0) for value, hosts in listed.items()]
+    return "; ".join(parts) if len(parts) > 1 else ""
 
 
 def unlike_hardware(ranks: Sequence[RankFacts]) -> str:

@@ -1,93 +1,147 @@
 """The watchdog of a rank: a thread that notices a lack of progress, finds the rank that causes it, and ends the run.
 
 Python's main thread may be inside a collective for ever, so nothing here needs that thread or Horovod. Ranks ask each
-other over `channel`; a process that is stopped, or whose Python is frozen, does not answer.
+other over TCP: a line of text, and a line of JSON in answer. A process that is stopped, or whose Python is frozen, does
+not answer. Like MPI's ports these are open to the job's network: whoever reaches one may read a rank's status.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import faulthandler
+import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
 
 from hvd_cifar.distributed.trail import note, recent
 from hvd_cifar.errors import STALLED
 from hvd_cifar.files import complain
-from hvd_cifar.runtime import channel
-from hvd_cifar.runtime.environment import launched_rank
-from hvd_cifar.runtime.inspect_process import state_of
-from hvd_cifar.runtime.stalls import FACTOR, FLOOR, PATIENCE, Lost, Status, judge
+from hvd_cifar.runtime.environment import address_here, launched_rank
 
+FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
+FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
+PATIENCE = 5.0  # time-outs after which a rank that cannot ask the others ends the run
+SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
 TICK = 0.5  # s between looks, at most
 GAP = 3.0  # s between two ticks: the process was suspended, as on a laptop that sleeps, so the time does not count
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
-TRIES = 5  # to reach another rank at the start
 LEAD = 0.2  # s by which a rank asks later than the one before it (and a tick later than rank 0), so that one asks first
 DEFERENCE = 8.0  # s for which a rank does not ask after a lower rank has asked it: longer than two looks
+ANSWER_SECONDS = 2.0
+TRIES = 5  # to reach another rank at the start
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that only waits
-RECENT = 100  # durations of a phase that are remembered
 STALLS = "stalls"  # the folder of stacks in the run directory
 IDLE = "idle"  # the phase in which a rank may take any time
+# Why a rank does not answer.
+GONE = "its process has ended"
+SILENT = "it does not answer"
+UNREACHABLE = "its host cannot be reached"
+FAILURES = (OSError, asyncio.TimeoutError, ValueError, TypeError)  # the last two: what answers is no rank
 
 T = TypeVar("T")
-Answers = dict[int, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """Where a rank's watchdog answers."""
 
     host: str
     pid: int
-    address: channel.Address
+    address: tuple[str, int]
+
+
+class Status(NamedTuple):
+    """What a rank reports about itself."""
+
+    rank: int
+    host: str
+    step: int  # that it makes
+    phase: str
+    position: int  # phases begun: the same on all ranks that are at the same place
+    idle: float  # s since it began the phase, or gave a sign of life in it
+    waits: bool  # for other ranks, in a collective
+
+
+# The line that names a rank which the run cannot go on with. The launcher reads it.
+HANGS = re.compile(r"\brank (?P<rank>\d+) on (?P<host>\S+) hangs at step (\d+) \(([^)\n]*)\): ([^\n]*)")
+
+
+def lost_ranks(text: str) -> dict[int, str]:
+    """Rank and host of those that lines of a job's stderr name as lost."""
+    return {int(line["rank"]): line["host"] for line in HANGS.finditer(text)}
+
+
+def judge(
+    statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], limit: float
+) -> list[tuple[Status, str]] | None:
+    """The ranks that hold up the others, and why; empty where all are stuck and none is to blame; None: wait.
+
+    `statuses` are of the ranks that answer, at least one; `absent` has host and reason of those that do not; `limit` is
+    the time-out (s) of the rank that asks.
+    """
+    behind = min(statuses, key=lambda s: s.position)
+    if absent:  # at the latest they are where the last one of the others is
+        return [(behind._replace(rank=rank, host=host), why) for rank, (host, why) in sorted(absent.items())]
+    here = [s for s in statuses if s.position == behind.position]
+    # Ranks that are further wait for these. Of these, ranks inside a collective wait for the rest.
+    working = [s for s in here if not s.waits]
+    suspects = working or (here if len(here) < len(statuses) else [])
+    # Without one all wait in the same place: for the network, or for different collectives.
+    if min(s.idle for s in suspects or statuses) < SLACK * limit:
+        return None
+    reason = "the other ranks wait for it" if working else "it waits for other ranks elsewhere"
+    if len(suspects) == len(statuses):
+        reason = "no progress"
+    return [(s, reason) for s in suspects]
 
 
 class Watch:
     """This rank's phases, as its main thread marks them, and the thread that looks at them.
 
     Attributes:
-        is_alone: whether it judges by this rank alone, after more time, since others cannot be asked.
+        peers: of all ranks, by rank; without them the rank judges alone, after more time.
         run_dir: for stacks, where the host has it.
         waits_in_step: whether the step waits for other ranks.
     """
 
     _current: Watch | None = None  # of this process
-    _address: channel.Address | None = None  # where this process answers
 
     def __init__(self, seconds: float | None) -> None:
         """Begin at start-up, and end the watch of an earlier run of this process.
 
-        Args:
-            seconds: the time-out; None: learned from the phases' durations; 0: the watch does nothing.
+        `seconds`: the time-out; None: learned from the phases' durations; 0: the watch does nothing.
         """
         self.is_on = seconds != 0
         self.rank = launched_rank() or 0
         self.run_dir: Path | None = None
         self.waits_in_step: Callable[[], bool] = lambda: False
-        self.is_alone = True  # until `join`
+        self.peers: Sequence[Peer] = ()
         self._given = seconds
         self._durations: dict[str, deque[float]] = {}
         self._phase, self._step, self._since = "start-up", 0, time.monotonic()
-        self._position = 0  # phases begun: the same on all ranks that are at the same place
+        self._position = 0
         self._spent = 0.0  # s in this phase before a phase within it
-        self._peers: Sequence[Peer] = ()
         self._next_look = 0.0
+        self._server: asyncio.Server | None = None
         self._main = threading.get_ident()
         Watch._current = self if self.is_on else None
         if self.is_on:
             os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
             os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(GLOO_SECONDS)
-            threading.Thread(target=self._run, args=[min(TICK, (seconds or FLOOR) / 4)], daemon=True).start()
+            _in_thread(self._watch())
 
     # Phases.
 
@@ -110,14 +164,10 @@ class Watch:
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
         """The items; waiting for one is a phase."""
-        iterator = iter(items)
-        while True:
-            self.mark(phase)
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
+        self.mark(phase)
+        for item in items:
             yield item
+            self.mark(phase)
 
     @classmethod
     def sign_of_life(cls) -> None:
@@ -131,7 +181,7 @@ class Watch:
         note(f"{phase}, step {self._step}")
 
     def _leave(self) -> None:
-        self._durations.setdefault(self._phase, deque(maxlen=RECENT)).append(self._spent + self._idle)
+        self._durations.setdefault(self._phase, deque(maxlen=100)).append(self._spent + self._idle)
 
     @property
     def _idle(self) -> float:
@@ -150,129 +200,136 @@ class Watch:
     def listen(self, rank: int, one_host: bool) -> Peer:
         """Answer other ranks from now on, once Horovod has started; return where."""
         self.rank = rank
-        address = channel.address_here(one_host), 0
+        address, port = "127.0.0.1" if one_host else address_here(), 0
         if self.is_on:
-            if Watch._address is None:
-                Watch._address = channel.listen(address[0], _answer)
-                atexit.register(_mark_shutdown)  # after Horovod's own entry, and so called before it
-            address = Watch._address
-        return Peer(socket.gethostname(), os.getpid(), address)
+            listening = socket.create_server((address, 0))
+            port = listening.getsockname()[1]
+            self._server = _in_thread(asyncio.start_server(self._answer, sock=listening)).result()
+            atexit.register(self.mark, "shutdown")  # after Horovod's own entry, and so called before it
+        return Peer(socket.gethostname(), os.getpid(), (address, port))
 
     def join(self, peers: Sequence[Peer]) -> bool:
         """Tell the watch where all ranks answer, by rank; return whether the next rank does."""
-        self._peers = peers
-        self.is_alone = False
-        following = (self.rank + 1) % len(peers)
-        return not self.is_on or any(not self._ask_all("hello", [following])[1] for _ in range(TRIES))
+        self.peers = peers
+        following = [(self.rank + 1) % len(peers)]
+        tries = (_in_thread(self._ask_all("hello", following)).result() for _ in range(TRIES))
+        return not self.is_on or any(not absent for _, absent in tries)
 
-    def _ask_all(self, question: str, ranks: Collection[int]) -> tuple[Answers, dict[int, str]]:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a question: this rank's status. Asked for its stacks it also writes them."""
+        with contextlib.closing(writer), contextlib.suppress(*FAILURES):
+            what, by = (await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)).decode().split()
+            if what == "stacks":
+                self._save_stacks()
+            elif what == "look" and int(by) < self.rank:
+                self._next_look = time.monotonic() + DEFERENCE
+            writer.write(json.dumps(self._status()).encode() + b"\n")
+            await writer.drain()
+
+    async def _ask_all(self, question: str, ranks: Collection[int]) -> tuple[list[Status], dict[int, str]]:
         """Ask other ranks at once: the answers, and the reasons where there is none."""
-        answers: Answers = {}
-        absent: dict[int, str] = {}
+        others = [rank for rank in ranks if rank != self.rank]
+        found = await asyncio.gather(*(self._ask(self.peers[rank], question) for rank in others))
+        absent = {rank: answer for rank, answer in zip(others, found, strict=True) if isinstance(answer, str)}
+        return [answer for answer in found if isinstance(answer, Status)], absent
 
-        def ask(rank: int) -> None:
-            peer = self._peers[rank]
-            try:
-                answers[rank] = channel.ask(peer.address, f"{question} {self.rank}")
-            except channel.NoAnswer as failure:
-                is_here = peer.address[0] == self._peers[self.rank].address[0]  # cloned hosts may share a name
-                absent[rank] = state_of(peer.pid) if is_here and str(failure) == channel.SILENT else str(failure)
-
-        for thread in [channel.in_thread(ask, rank) for rank in ranks if rank != self.rank]:
-            if thread:
-                thread.join()
-        return answers, absent
-
-    def answer(self, question: str) -> Mapping[str, Any]:
-        """This rank's status. Asked for its stacks it also writes them."""
-        what, by = question.split()
-        if what == "stacks":
-            self._save_stacks()
-        elif what == "look" and int(by) < self.rank:
-            self._next_look = time.monotonic() + DEFERENCE
-        return asdict(self._status())
+    async def _ask(self, peer: Peer, question: str) -> Status | str:
+        """A rank's answer, or why there is none."""
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(*peer.address), ANSWER_SECONDS)
+        except FAILURES as failure:
+            return GONE if isinstance(failure, ConnectionRefusedError) else UNREACHABLE
+        try:
+            with contextlib.closing(writer):
+                writer.write(f"{question} {self.rank}\n".encode())
+                said = await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)
+                return Status(*json.loads(said)) if said else GONE
+        except FAILURES as failure:
+            if isinstance(failure, ConnectionError):
+                return GONE
+            # The kernel accepts connections of a stopped process.
+            with contextlib.suppress(psutil.Error):
+                is_here = peer.address[0] == self.peers[self.rank].address[0]  # cloned hosts may share a name
+                return f"{SILENT}; its process: {psutil.Process(peer.pid).status()}" if is_here else SILENT
+            return GONE
 
     def _status(self) -> Status:
         frame, waits = sys._current_frames().get(self._main), self._phase.startswith("step") and self.waits_in_step()
         while frame is not None:
             waits |= frame.f_globals.get("__name__", "").startswith("horovod.")
             frame = frame.f_back
-        place = (self._step, self._phase, self._position, self._idle)
-        return Status(self.rank, socket.gethostname(), *place, waits)
+        return Status(self.rank, socket.gethostname(), self._step, self._phase, self._position, self._idle, waits)
 
     # The thread.
 
-    def _run(self, tick: float) -> None:
-        seen = time.monotonic()
+    async def _watch(self) -> None:
+        tick, seen = min(TICK, (self._given or FLOOR) / 4), time.monotonic()
         while Watch._current is self:
-            time.sleep(tick)
+            await asyncio.sleep(tick)
             now = time.monotonic()
             if now - seen > GAP:
                 self._since += now - seen
-            limit = self._limit(self._phase) * (PATIENCE if self.is_alone else 1)
+            limit = self._limit(self._phase) * (1 if self.peers else PATIENCE)
             lead = (TICK + min(self.rank, 10) * LEAD) * (self.rank > 0)
             if self._phase != IDLE and self._idle > limit + lead and now > self._next_look:
-                self._look(limit)
+                await self._look(limit)
                 self._next_look = max(self._next_look, time.monotonic() + BETWEEN_LOOKS)
             seen = time.monotonic()
+        if self._server:
+            self._server.close()
 
-    def _look(self, limit: float) -> None:
+    async def _look(self, limit: float) -> None:
         """No progress for this long: find out why, and end the run if it cannot go on."""
-        position, others = self._position, range(0 if self.is_alone else len(self._peers))
-        answers, absent = self._ask_all("look", others)
-        if absent and self._position == position:  # again: an answer may be late on a busy machine
-            late, absent = self._ask_all("look", absent)
-            answers |= late
+        position = self._position
+        statuses, absent = await self._ask_all("look", range(len(self.peers)))
+        if absent:  # again: an answer may be late on a busy machine
+            late, absent = await self._ask_all("look", absent)
+            statuses += late
         if self._phase == "shutdown":  # a rank whose process has ended is not lost
-            absent = {rank: reason for rank, reason in absent.items() if reason != channel.GONE}
-            if not absent:
-                return
-        statuses = [self._status(), *(Status(**answer) for answer in answers.values())]
-        if self._position != position:
+            absent = {rank: reason for rank, reason in absent.items() if reason != GONE}
+        if self._position != position or self._phase == "shutdown" and not absent:
             return
-        lost = judge(statuses, {rank: (self._peers[rank].host, reason) for rank, reason in absent.items()}, limit)
-        if lost is not None:
-            self._end(lost, answers, limit)
-
-    def _end(self, lost: Sequence[Lost], others: Collection[int], seconds: float) -> None:
-        """Save stacks, name the ranks that are lost, and end this process, and so the job."""
+        hosts = {rank: (self.peers[rank].host, reason) for rank, reason in absent.items()}
+        if (lost := judge([self._status(), *statuses], hosts, limit)) is None:
+            return
+        # Save stacks, name the ranks that are lost, and end this process, and so the job.
         self._save_stacks()
-        self._ask_all("stacks", others)
-        place = str(self.run_dir / STALLS) if self.run_dir and self.run_dir.is_dir() else "above"
-        ending = f"the run ends (exit code {STALLED}); stacks of all ranks that answer: {place}"
-        complain(f"no progress for {seconds:.0f} s; {ending}")
-        # Last: the launcher keeps the last line of each start.
-        for one in lost:
-            complain(str(one))
+        await self._ask_all("stacks", [status.rank for status in statuses])
+        ending = f"the run ends (exit code {STALLED}); stacks of all ranks that answer: {self._stacks or 'above'}"
+        complain(f"no progress for {limit:.0f} s; {ending}")
+        for s, why in lost:  # last: the launcher keeps the last line of each start
+            complain(f"rank {s.rank} on {s.host} hangs at step {s.step} ({s.phase}): {why}")
         if not lost:
-            who = f"rank {self.rank} waits for others, which it cannot ask," if self.is_alone else "all ranks wait"
-            what = "" if self.is_alone else " for each other, or for the network"
-            complain(f"{who} at step {self._step} ({self._phase}){what}")
+            at = f"at step {self._step} ({self._phase})"
+            together = f"all ranks wait {at} for each other, or for the network"
+            complain(together if self.peers else f"rank {self.rank} waits for others, which it cannot ask, {at}")
         os._exit(STALLED)
 
+    @property
+    def _stacks(self) -> Path | None:
+        """The folder for stacks; None where this host has no run directory."""
+        return self.run_dir / STALLS if self.run_dir and self.run_dir.is_dir() else None
+
     def _save_stacks(self) -> None:
-        """Write what this rank does to the run directory, or to stderr where this host has no such folder."""
+        """Write what this rank does to the run directory or, where there is none, to stderr."""
         here = f"rank {self.rank} on {socket.gethostname()}, process {os.getpid()}"
         text = f"{here}: step {self._step} ({self._phase}) for {self._idle:.1f} s\nlast phases and collectives:\n"
-        with contextlib.suppress(OSError), self._stacks_file() as file:
-            file.write(text + "".join(f"{line}\n" for line in recent()))
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-
-    def _stacks_file(self) -> TextIO:
-        if self.run_dir is not None and self.run_dir.is_dir():
-            with contextlib.suppress(OSError):
-                (folder := self.run_dir / STALLS).mkdir(exist_ok=True)
-                return (folder / f"step-{self._step}-rank-{self.rank}.txt").open("w")
-        return os.fdopen(os.dup(2), "w")
+        with contextlib.suppress(OSError):
+            if folder := self._stacks:
+                folder.mkdir(exist_ok=True)
+            place = folder / f"step-{self._step}-rank-{self.rank}.txt" if folder else os.dup(2)
+            with open(place, "w") as file:
+                file.write(text + "".join(f"{line}\n" for line in recent()))
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _answer(question: str) -> Mapping[str, Any]:
-    if Watch._current is None:
-        raise ConnectionError
-    return Watch._current.answer(question)
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
-def _mark_shutdown() -> None:
-    if Watch._current is not None:
-        Watch._current.mark("shutdown")
+def _in_thread(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())

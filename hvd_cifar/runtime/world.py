@@ -1,24 +1,34 @@
-"""Starting a rank: Horovod, its device, its threads."""
+"""A rank's start (Horovod, its device, its threads) and its end, of its own or because another rank is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_cifar.errors import Preempted, TrainingError, UserError
-from hvd_cifar.runtime import devices, environment, transport
-from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave, lost_rank
+from hvd_cifar.errors import Preempted, TrainingError, UserError, cause_of
+from hvd_cifar.runtime import devices, environment
 from hvd_cifar.runtime.ranks import RankFacts, gather
-from hvd_cifar.runtime.watch import Watch
+from hvd_cifar.runtime.watch import Watch, complain
+
+GRACE_SECONDS = 2.0  # where all ranks leave, rank 0 speaks for all, and its end ends the others
+# A rank that ends shuts Horovod down, and only then its process ends: the launcher must see that end first, to name it.
+SECONDS_FOR_FIRST = 10.0
+# A rank that ends, for any reason, shuts Horovod down for all ranks (SHUT_DOWN_ERROR in common.h of Horovod 0.28.1).
+# Over Gloo a broken connection raises an error of Gloo's transport (gloo/transport/tcp/pair.cc).
+# Over MPI a broken connection raises no error here: MPI ends the process.
+LOSSES = (r"(Horovod has been shut down)\.", r"gloo/transport/[^\]\n]*\] ([^\n]+?)(?: \[Op:|$)")
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,7 @@ class World:
     device: str  # "/GPU:0" or "/CPU:0": TensorFlow's name of the one device that this rank sees
     threads: int  # of TensorFlow's pool; 0: TensorFlow's own choice, on a GPU
     controller: str  # mpi or gloo: what Horovod communicates over
-    algorithm: str = ""  # of the all-reduce, see `transport`
-    transport: str = ""
+    algorithm: str = ""  # of the all-reduce, see `environment.all_reduce`
     elastic: environment.ElasticJob | None = None
     beside: environment.Beside | None = None  # ranks of the other job, where one trains and the other one validates
     ranks: tuple[RankFacts, ...] = ()  # by rank, in a `session`
@@ -54,7 +63,7 @@ class World:
         """One line for the log: ranks, devices, controller."""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         kind = "one GPU each" if "GPU" in self.device else f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
-        how = f" ({self.algorithm}; {self.transport})" if self.size > 1 and self.algorithm else ""
+        how = f" ({self.algorithm})" if self.size > 1 and self.algorithm else ""
         return f"{ranks}, {kind}, all-reduce over {self.controller}{how}"
 
 
@@ -65,16 +74,11 @@ def start(threads: int | None = None, deterministic: bool = False) -> World:
     """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
 
     A second call returns the running world: MPI starts once in a process, and TensorFlow keeps its devices and threads.
-    Horovod ends with the process.
+    Raises UserError where GPUs or TensorFlow's state do not fit, or MPI did not join the ranks.
 
     Args:
-        threads: of TensorFlow's pools on a CPU; None: this rank's share of the host's cores, or in a second call the
-            running world's.
+        threads: of TensorFlow's pools on a CPU; None: this rank's share of the host's cores.
         deterministic: TensorFlow uses operations that give the same bits every time.
-
-    Raises:
-        UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks, or MPI
-            did not join them; where TensorFlow already runs and cannot change its threads or its determinism.
     """
     global _running
     if _running is None:
@@ -157,8 +161,7 @@ def _start(threads: int | None, deterministic: bool) -> World:
         device="/CPU:0" if choice is None else "/GPU:0",
         threads=threads,
         controller=controller,
-        algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
-        transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
+        algorithm=environment.all_reduce(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
         elastic=environment.elastic_job(),
         beside=beside,
     )
@@ -167,9 +170,8 @@ def _start(threads: int | None, deterministic: bool) -> World:
 def _look_around(own: _Sight) -> tuple[int, list[list[_Sight]], int]:
     """The first rank of this host; what the ranks of each host see, by host and local rank; the number of this host.
 
-    Horovod's own operations cannot gather them: they initialise TensorFlow, which then keeps its devices and threads.
-    Under Gloo there is no other channel, so this rank's own view stands for all of this host: horovodrun starts all
-    ranks of a host in the same way.
+    Horovod's own operations would initialise TensorFlow, which then keeps its devices and threads. Under Gloo there is
+    no other channel, so this rank's own view stands for all of this host: horovodrun starts them in the same way.
     """
     if not hvd.mpi_enabled():
         return hvd.rank() - hvd.local_rank(), [[own] * hvd.local_size()], 0
@@ -214,10 +216,7 @@ def _choose(hosts: Sequence[Sequence[_Sight]]) -> list[list[int | None]]:
 
 
 def _check_size() -> None:
-    """Raise UserError where MPI joined fewer ranks than the launcher started: each would train alone.
-
-    Over Gloo Horovod takes the size from the launcher, or asks it for a newer one (`hvd.elastic`).
-    """
+    """Raise UserError where MPI joined fewer ranks than the launcher started: each would train alone."""
     started = environment.launched_size() or 1
     if hvd.mpi_enabled() and hvd.size() < started:
         raise UserError(
@@ -226,32 +225,25 @@ def _check_size() -> None:
         )
 
 
-@contextmanager
-def session(
-    threads: int | None = None,
-    deterministic: bool = False,
-    watch: Watch | None = None,
-) -> Iterator[World]:
+@contextlib.contextmanager
+def session(threads: int | None = None, deterministic: bool = False, watch: Watch | None = None) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
 
-    A process may have several sessions, one after the other; then every rank has the same number of them. `watch`: the
-    rank's watchdog, made before; it knows those of the other ranks then. None: there is none.
-
-    Raises:
-        TrainingError: where another rank ended, so that this one cannot continue, or a user's code ends this one
-            (SystemExit). All other errors pass unchanged.
+    A process may have several sessions, one after the other; then every rank has the same number of them. Raises
+    TrainingError where another rank ended, or a user's code ends this one (SystemExit). `watch`: the rank's watchdog,
+    made before; it knows those of the other ranks then.
     """
     world = start(threads, deterministic)
     stopped: Preempted | None = None
     try:
         try:
-            yield replace(world, ranks=gather(world.host, world.first, world.device, world.threads, watch or Watch(0)))
+            yield replace(world, ranks=gather(world, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
         except SystemExit as left:
             if type(left) is not SystemExit:  # this package's own
                 raise
-            leave(world.rank, left, alone=world.size == 1)
+            _leave(world.rank, left, alone=world.size == 1)
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
@@ -268,22 +260,42 @@ def session(
         raise stopped
 
 
+def _leave(rank: int, left: SystemExit, alone: bool) -> NoReturn:
+    """End this process, and so the job, where the user's code left a run by `sys.exit`, with its code; 1 instead of 0.
+
+    A rank that is alone raises it as a TrainingError: a program may go on.
+    """
+    code = left.code if isinstance(left.code, int) and 0 < left.code < 256 else 1
+    told = f"rank {rank} ended first, with exit code {code}: {cause_of(left)}"
+    if alone:
+        error = TrainingError(told)
+        error.code = code
+        raise error from left
+    if rank:
+        time.sleep(GRACE_SECONDS)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    complain(told)
+    os._exit(code)  # Horovod's end in this process would first end the other ranks, with exit codes of their own
+
+
+def lost_rank(failure: BaseException) -> str | None:
+    """Horovod's words for the loss of another rank, which has no type or code; None for any other failure."""
+    if not isinstance(failure, (tf.errors.UnknownError, HorovodInternalError)):
+        return None
+    found = (re.search(pattern, str(failure), re.MULTILINE) for pattern in LOSSES)
+    return next((match[1] for match in found if match), None)
+
+
 def versions() -> dict[str, str]:
     """Versions of the software that a run computes with, by package name."""
     import horovod
     import keras
     import numpy
 
-    found = {
-        "python": platform.python_version(),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "numpy": numpy.__version__,
-        "horovod": horovod.__version__,
-    }
+    modules = {"tensorflow": tf, "keras": keras, "numpy": numpy, "horovod": horovod}
+    found = {"python": platform.python_version(), **{name: module.__version__ for name, module in modules.items()}}
     if hvd.mpi_enabled():
-        from mpi4py import MPI
-
-        name, numbers = MPI.get_vendor()
+        name, numbers = mpi().get_vendor()
         found["mpi"] = f"{name} {'.'.join(map(str, numbers))}"
     return found

@@ -18,9 +18,8 @@ from hvd_cifar.files import complain, replace_text
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import environment
-from hvd_cifar.runtime.endings import lost_rank
 from hvd_cifar.runtime.ranks import differences
-from hvd_cifar.runtime.world import World, versions
+from hvd_cifar.runtime.world import World, lost_rank, versions
 from hvd_cifar.training import net_checks, run_dir, user_code
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.plan import Plan
@@ -146,7 +145,6 @@ class Record:
             "threads": world.threads,
             "controller": world.controller,
             "algorithm": world.algorithm,
-            "transport": world.transport,
             "command": provenance.command(),
             "hvd_cifar": __version__,
             "git_commit": provenance.git_commit() if world.is_root else None,

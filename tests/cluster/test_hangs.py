@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import STALLED
-from hvd_cifar.runtime.stalls import lost_ranks
+from hvd_cifar.runtime.watch import HANGS
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import launcher, training, variables, wait_for
 
@@ -39,6 +39,6 @@ def test_a_host_that_cannot_be_reached(
         wait_for(lambda: first.run(["ssh", "node2", "true"]).returncode == 0, "the bridge to let the cable in again")
     assert code == STALLED, output.read_text()
     assert seconds < 4 + LATEST and "no progress for 4 s" in output.read_text()
-    (lost,) = lost_ranks(output.read_text())
-    assert (lost.rank, lost.host, lost.reason) == (1, "node2", "its host cannot be reached")
+    ((rank, host, _, _, reason),) = HANGS.findall(output.read_text())
+    assert (rank, host, reason) == ("1", "node2", "its host cannot be reached")
     wait_for(lambda: not second.processes("hvd_cifar"), "the end of the other side", 60)

@@ -14,10 +14,9 @@ from hvd_cifar.runtime.devices import (
     multiplies_bfloat16,
     processor,
     threads_per_rank,
-    usable_cores,
     visible_gpus,
 )
-from hvd_cifar.runtime.environment import launched_rank, prepare_mpi
+from hvd_cifar.runtime.environment import RING_PARAMETERS, all_reduce, launched_rank, prepare_mpi
 
 EIGHT = [f"GPU-{i}" for i in range(8)]
 
@@ -27,7 +26,6 @@ EIGHT = [f"GPU-{i}" for i in range(8)]
     [
         ([[]], [None]),
         ([[]] * 4, [None] * 4),
-        ([["GPU-0"]], [0]),
         ([EIGHT], [0]),
         ([EIGHT] * 8, list(range(8))),
         ([EIGHT] * 3, [0, 1, 2]),
@@ -40,18 +38,18 @@ def test_one_gpu_for_each_local_rank(views: list[list[str]], choices: list[int |
     assert [choose_gpu(views, rank) for rank in range(len(views))] == choices
 
 
-def test_more_local_ranks_than_gpus_is_an_error_that_says_so() -> None:
-    for rank in range(3):
-        with pytest.raises(UserError, match="3 ranks on this host share 2 GPUs: start at most 2"):
-            choose_gpu([["GPU-0", "GPU-1"]] * 3, rank)
-    with pytest.raises(UserError, match="2 ranks on this host share 1 GPU: start at most 1"):
-        choose_gpu([["GPU-0"]] * 2, 1)
-
-
-def test_a_rank_that_sees_no_gpu_beside_one_that_does_is_an_error_on_both() -> None:
-    for rank in range(2):
-        with pytest.raises(UserError, match="local rank 1 sees no GPU"):
-            choose_gpu([["GPU-0"], []], rank)
+@pytest.mark.parametrize(
+    ("views", "error"),
+    [
+        ([["GPU-0", "GPU-1"]] * 3, "3 ranks on this host share 2 GPUs: start at most 2"),
+        ([["GPU-0"]] * 2, "2 ranks on this host share 1 GPU: start at most 1"),
+        ([["GPU-0"], []], "local rank 1 sees no GPU"),
+    ],
+)
+def test_too_few_gpus_are_an_error_on_every_rank(views: list[list[str]], error: str) -> None:
+    for rank in range(len(views)):
+        with pytest.raises(UserError, match=error):
+            choose_gpu(views, rank)
 
 
 def test_too_few_gpus_over_gloo_is_an_error_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +69,6 @@ LISTING = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA H100 (UUID: GPU-bb)\
         (None, ["GPU-aa", "GPU-bb", "GPU-cc"]),
         ("", []),
         ("-1", []),
-        ("2", ["GPU-cc"]),
         ("2,0", ["GPU-cc", "GPU-aa"]),
         ("GPU-b", ["GPU-bb"]),
         ("1,7,0", ["GPU-bb"]),  # CUDA stops at the first that does not exist
@@ -111,7 +108,6 @@ def test_cores_are_divided_between_the_ranks_of_a_host(
     [
         ({}, None),
         ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "\n"}, None),
         ({"cpu.max": "250000 100000\n"}, 2.5),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
@@ -138,23 +134,10 @@ def _write_groups(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
-def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
-    assert usable_cores(mask, quota) == cores
-
-
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [
-        ({}, None),
-        ({"OMPI_COMM_WORLD_RANK": "3"}, 3),
-        ({"HOROVOD_RANK": "1"}, 1),
-        ({"PMIX_RANK": "7"}, 7),
-        ({"HOROVOD_RANK": "none"}, None),
-    ],
-)
-def test_the_launcher_s_rank(environment: dict[str, str], rank: int | None) -> None:
-    assert launched_rank(environment) == rank
+def test_the_launcher_s_rank() -> None:
+    for name, value, rank in (("PMIX_RANK", "7", 7), ("HOROVOD_RANK", "1", 1), ("HOROVOD_RANK", "none", None)):
+        assert launched_rank({name: value}) == rank
+    assert launched_rank({}) is None
 
 
 def test_what_ranks_on_a_cpu_get_beside_what_the_user_has_set(tmp_path: Path) -> None:
@@ -184,20 +167,37 @@ def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:
     assert of_srun == {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}
 
 
+RING = {f"OMPI_MCA_{name}": value for name, value in RING_PARAMETERS.items()}
+SHARED = {"HOROVOD_SHARES_CORE": "1"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "fast"),
+    ("controller", "by_nccl", "environ", "hosts", "two_levels", "expected"),
     [
-        ("flags\t\t: fpu avx512f avx512_bf16 clzero\n", True),
-        ("flags\t\t: fpu amx_bf16\n", True),
-        ("Features\t: fp asimd bf16 i8mm\n", True),  # as Linux says it on ARM
-        ("flags\t\t: fpu avx512f avx512_bf16x avx2\n", False),
-        (None, False),
+        ("mpi", False, {}, 1, False, "MPI's choice"),
+        ("mpi", False, RING, 1, False, "ring"),
+        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, 2, False, "MPI's choice"),
+        ("mpi", False, RING, 2, True, "ring"),
+        ("gloo", False, {}, 1, False, "ring"),
+        ("gloo", False, {}, 2, True, "ring in two levels"),
+        ("mpi", False, SHARED, 1, False, "MPI's choice"),
+        ("mpi", False, SHARED, 2, False, "ring"),
+        ("mpi", False, SHARED, 2, True, "ring in two levels"),
+        ("mpi", True, RING, 2, True, "NCCL's choice"),
+        ("gloo", True, {"NCCL_ALGO": "Ring"}, 2, False, "ring"),
     ],
 )
-def test_bfloat16_is_multiplied_where_the_processor_says_so(tmp_path: Path, flags: str | None, fast: bool) -> None:
-    if flags is not None:
-        (tmp_path / "cpuinfo").write_text(flags)
-    assert multiplies_bfloat16(tmp_path / "cpuinfo") == fast
+def test_which_all_reduce_runs(
+    controller: str, by_nccl: bool, environ: dict[str, str], hosts: int, two_levels: bool, expected: str
+) -> None:
+    assert all_reduce(controller, by_nccl, environ, hosts, two_levels) == expected
+
+
+def test_bfloat16_is_multiplied_where_the_processor_says_so(tmp_path: Path) -> None:
+    assert not multiplies_bfloat16(tmp_path / "cpuinfo")
+    for flags in ("fpu avx512_bf16 clzero", "fpu amx_bf16", "fp asimd bf16", "fpu avx512_bf16x"):  # the third of ARM
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+        assert multiplies_bfloat16(tmp_path / "cpuinfo") == ("bf16x" not in flags)
 
 
 def test_what_decides_how_a_processor_divides_sums(tmp_path: Path) -> None:

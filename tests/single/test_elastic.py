@@ -31,9 +31,8 @@ from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.launch.output import Lost
 from hvd_cifar.runtime import shared_memory
 from hvd_cifar.runtime.environment import ElasticJob, elastic_job
-from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_version, own_folder
+from hvd_cifar.runtime.shared_memory import TwoVersions, own_folder, versions_in
 
-LAYOUT = bytes(range(32))
 HOSTS = (Host("a", 2), Host("b", 4))
 
 
@@ -102,59 +101,55 @@ def _bytes(value: int, size: int = 6) -> np.ndarray:
 
 
 def test_the_older_version_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "state"
-    assert newest_version(path) == NONE
-    slots = TwoSlots(path, LAYOUT, 10)
-    assert newest_version(path) == NONE
+    copies = TwoVersions(tmp_path, 10)
+    assert versions_in(tmp_path) == versions_in(tmp_path / "none") == []
     for step in (4, 5, 6):
-        slots.write(step, [_bytes(step), _bytes(step + 100, 4)])
-    again = TwoSlots(path, LAYOUT, 10)  # a later process
-    assert sorted(again.versions) == [5, 6] and newest_version(path) == 6
+        copies.write(step, [_bytes(step), _bytes(step + 100, 4)])
+    again = TwoVersions(tmp_path, 10)  # a later process
+    assert sorted(versions_in(tmp_path)) == [5, 6]
     assert again.read(5).tolist() == [5] * 6 + [105] * 4
-    assert sorted(TwoSlots(path, LAYOUT[::-1], 10).versions) == [NONE, NONE]  # other variables
-    assert sorted(TwoSlots(path, LAYOUT[::-1], 11).versions) == [NONE, NONE]
+    for step in (1, 2, 3):
+        again.clear()
+        for version in range(step):
+            again.write(version, [_bytes(version, 10)])
+        assert sorted(versions_in(tmp_path)) == [*range(step)][-2:] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
     """Four writers are killed in the midst of writing 8 MiB over and over; what is marked as whole is whole."""
     program = (
         "import sys, itertools, numpy as np; from pathlib import Path\n"
-        "from hvd_cifar.runtime.shared_memory import TwoSlots\n"
-        "slots = TwoSlots(Path(sys.argv[1]), bytes(32), 2**23)\n"
-        "for step in itertools.count(max(slots.versions) + 1):\n"
-        "    slots.write(step, [np.full(2**22, step % 251, np.uint8)] * 2)\n"
+        "from hvd_cifar.runtime.shared_memory import TwoVersions, versions_in\n"
+        "copies = TwoVersions(folder := Path(sys.argv[1]), 2**23)\n"
+        "for step in itertools.count(max(versions_in(folder), default=-1) + 1):\n"
+        "    copies.write(step, [np.full(2**22, step % 251, np.uint8)] * 2)\n"
         "    print(step, flush=True)\n"
     )
-    path = tmp_path / "state"
     last = -1
     for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE)
         assert process.stdout
         for _ in range(3):
             last = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         process.wait()
-        slots = TwoSlots(path, bytes(32), 2**23)
-        assert max(slots.versions) >= last
-        for step in slots.versions:
-            if step != NONE:
-                assert set(np.unique(slots.read(step))) == {step % 251}
+        copies = TwoVersions(tmp_path, 2**23)
+        assert max(versions_in(tmp_path)) >= last
+        for step in versions_in(tmp_path):
+            assert set(np.unique(copies.read(step))) == {step % 251}
 
 
 def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no room for .* bytes .*--shm-size"):
-        TwoSlots(tmp_path / "state", LAYOUT, 2**50)
-    assert not (tmp_path / "state").exists()
+        TwoVersions(tmp_path, 2**50)
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
-    assert own_folder("job").stat().st_mode & 0o777 == 0o700
-    (tmp_path / f"hvd_cifar-{os.getuid()}" / "job").chmod(0o755)
-    with pytest.raises(UserError, match="is not a folder of yours alone"):
-        own_folder("job")
-    place = tmp_path / "other" / f"hvd_cifar-{os.getuid()}"
-    place.parent.mkdir()
-    place.symlink_to("nowhere")
-    monkeypatch.setattr(shared_memory, "ROOT", place.parent)
-    with pytest.raises(UserError, match=f"--elastic: cannot make {place}: File exists"):
+    assert own_folder("job").stat().st_mode & 0o777 == 0o700 and own_folder("job").parent == tmp_path
+    (tmp_path / "other").symlink_to("nowhere")
+    with pytest.raises(UserError, match=f"--elastic: cannot make {tmp_path}/other: File exists"):
+        own_folder("other")
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    with pytest.raises(UserError, match="is not yours"):
         own_folder("job")
 
 
@@ -237,7 +232,8 @@ def test_steps_that_only_another_host_sees_count(
 ) -> None:
     """Four starts make a step each, and fail; those after them make none. This host has an old copy and no records."""
     monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
-    there = TwoSlots(tmp_path / "there", LAYOUT, 4)
+    (tmp_path / "there").mkdir()
+    there = TwoVersions(tmp_path / "there", 4)
     run = Fake(*[1] * 9, hosts=(Host("nosuch.invalid", 1),))
     start = run.start
 
@@ -247,7 +243,7 @@ def test_steps_that_only_another_host_sees_count(
         return start(hosts)
 
     monkeypatch.setattr(run, "start", make_step)
-    TwoSlots(own_folder(run.folder.name) / "state", LAYOUT, 4).write(9, [_bytes(0, 4)])
+    TwoVersions(own_folder(run.folder.name), 4).write(9, [_bytes(0, 4)])
     script = ["sh", "-c", 'echo welcome; exec "$@"', "sh"]
     run.way.words = lambda host, command: [*script, *command[:-1], str(tmp_path / "there")]
     assert run.run() == 1

@@ -7,7 +7,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.runtime.endings import lost_rank
+from hvd_cifar.runtime.world import lost_rank
 from hvd_cifar.training.record import why_failed
 
 EAGER = "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost/replica:0/task:0/device:CPU:0}} "
