@@ -28,8 +28,8 @@ usage_of_all() {
 Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core.
 
   ./run.sh                                 set up if needed, then train with the defaults
-  ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
-                                           later set-ups keep these options; --cpu and --packaged-mpi undo them
+  ./run.sh setup [--gpu]                   set up only: in .venv, with TensorFlow for the CPU, or for GPUs
+                                           later set-ups keep this; --cpu undoes it
   ./run.sh setup --hostfile FILE           set up every host of FILE: they get this checkout and its environment
   ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write wheels that pip installs in other environments
   ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: pytest

@@ -4,7 +4,7 @@
 set -eu
 
 packages=$(echo "$1"/lib/python3*/site-packages)
-"$1"/bin/python -m pip uninstall --yes --quiet cmake cffi pycparser uv wheel
+"$1"/bin/python -m pip uninstall --yes --quiet cmake cffi patch-ng pycparser wheel
 rm -rf "$1"/set-up.log "$1"/wheels "$1"/include "$1"/share/man
 
 # Headers: only the build of Horovod needs them. libclang: TensorFlow requires the package and never loads the library.
@@ -18,7 +18,7 @@ for package in h5py matplotlib mpl_toolkits numpy opt_einsum; do
 done
 
 # Symbols that only a debugger reads, a fifth of TensorFlow. Other packages have few, and libraries that patchelf has
-# changed do not load after strip. Each becomes a new file: the old one may be linked to a copy in uv's cache.
+# changed do not load after strip.
 find "$packages/tensorflow" "$packages/horovod" -type f \( -name '*.so' -o -name '*.so.*' \) \
     -exec sh -c 'for file; do strip --strip-unneeded -o "$file.slim" "$file" && mv "$file.slim" "$file"; done' _ {} +
 

@@ -36,7 +36,7 @@ def _environment(host: Host, own: Path) -> None:
     # The checkout's place, as the host sees it, is part of the fingerprint.
     code = f"from hvd_cifar.launch.install import installer; print(installer.fingerprint(python='{python}'))"
     found = host.run([sys.executable, "-c", code], env={**variables(host), "PYTHONPATH": str(own / "checkout")})
-    options = {"gpu": False, "system_mpi": False, "test": True}
+    options = {"gpu": False, "test": True}
     record = {"complete": True, "options": options, "python": python, "fingerprint": found.stdout.strip()}
     (venv / installer.RECORD).write_text(json.dumps(record))
 
@@ -63,7 +63,7 @@ def test_hosts_get_the_checkout_and_its_environment(prepared: Cluster) -> None:
     done = first.run([run_sh, "setup", "--hostfile", prepared.hostfile(1, 1, 1)], env=variables(first), timeout=400)
     assert done.returncode == 1, done.stderr
     report = dict(line.split("  ", 1) for line in done.stderr.splitlines()[-3:] if "  " in line)
-    assert report["node2"].startswith("ready: ") and "versions as here" in report["node2"], done.stderr
+    assert report["node2"].startswith("ready: ") and "packages as here" in report["node2"], done.stderr
     assert "FAILED" in report["node3"] and "move it away" in report["node3"]
     assert "Nothing to do" in done.stderr.partition("node2")[0]
     sent, theirs = second.files / "checkout", third.files / "checkout"

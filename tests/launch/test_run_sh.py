@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,13 @@ def _run(
     return subprocess.run(words, cwd=cwd, env=env, timeout=timeout, stdin=nothing, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def data(embedded: Path) -> Path:
-    """A data folder with the embedded set."""
-    return embedded
-
-
 def _train(data: Path, run_dir: Path) -> list[str]:
     return ["train", *SMALL, str(data), "--run-dir", str(run_dir)]
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], str]]:
-    """Train for a few steps by the launcher of a name; the summary and what was printed. Each launcher runs once."""
-    results: dict[str, tuple[dict[str, Any], str]] = {}
+def trained(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Train for a few steps by the launcher of a name; the summary. Each launcher runs once."""
     launchers = {
         "run.sh": [RUN_SH, "-H", "localhost:2"],
         "horovodrun": ["horovodrun", "-np", "2", "hvd_cifar"],
@@ -70,16 +64,15 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         "mpirun": ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", "hvd_cifar"],
     }
 
-    def train(name: str) -> tuple[dict[str, Any], str]:
-        if name not in results:
-            run_dir = tmp_path_factory.mktemp("run") / "r"
-            done = _run([*launchers[name], *_train(data, run_dir), *SHORT], cwd=run_dir.parent)
-            assert done.returncode == 0, done.stdout + done.stderr
-            summary = json.loads((run_dir / "summary.json").read_text())
-            local_ranks = json.loads((run_dir / "config.json").read_text())["run"]["local_ranks"]
-            assert local_ranks == list(range(summary["world_size"]))
-            results[name] = summary, done.stdout
-        return results[name]
+    @cache
+    def train(name: str) -> dict[str, Any]:
+        run_dir = tmp_path_factory.mktemp("run") / "r"
+        done = _run([*launchers[name], *_train(embedded, run_dir), *SHORT], cwd=run_dir.parent)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+        local_ranks = json.loads((run_dir / "config.json").read_text())["run"]["local_ranks"]
+        assert local_ranks == list(range(summary["world_size"]))
+        return summary
 
     return train
 
@@ -88,19 +81,9 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     "launcher", ["horovodrun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow), "mpirun"]
 )
 def test_two_ranks_end_alike_whoever_starts_them(launcher: str, trained: Any) -> None:
-    summary, printed = trained(launcher)
-    expected, lines = trained("run.sh")
+    summary, expected = trained(launcher), trained("run.sh")
     assert summary["world_size"] == 2
     assert summary["weights_sha256"] == expected["weights_sha256"]
-    if not launcher.startswith("horovodrun"):  # which tags its lines, and may cut them
-        assert [_masked(line) for line in printed.splitlines()] == [_masked(line) for line in lines.splitlines()]
-
-
-def _masked(line: str) -> str:
-    """A line without what may differ from run to run: times, speeds, paths, the controller and its transport."""
-    line = line.partition("all-reduce over")[0]
-    masked = re.sub(r"/\S+|mpi\b|[\d.,:+-]+", "#", line)
-    return " ".join(sorted(masked.split())) if line.startswith("wall time") else masked  # its largest share comes first
 
 
 @pytest.mark.parametrize(
@@ -108,7 +91,6 @@ def _masked(line: str) -> str:
     [
         ([RUN_SH, "--frob"], "No such option '--frob': options of the launcher stand before"),
         ([RUN_SH, "frob"], "frob"),
-        ([RUN_SH, "setup", "--frob"], "--frob"),
         ([RUN_SH, "-np", "2", "train", "--max-steps", "ten"], "--max-steps"),
         (["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE, "train", "--max-steps", "ten"], "--max-steps"),
     ],
@@ -120,8 +102,8 @@ def test_a_user_error_is_told_once(words: list[str], message: str) -> None:
     assert done.stderr.count("\n") == 1 or words[0] == "mpirun"
 
 
-def test_an_error_found_by_the_ranks_keeps_its_code(data: Path, tmp_path: Path) -> None:
-    done = _run([RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *SHORT, "--model", "no_such_module:f"])
+def test_an_error_found_by_the_ranks_keeps_its_code(embedded: Path, tmp_path: Path) -> None:
+    done = _run([RUN_SH, "-np", "2", *_train(embedded, tmp_path / "run"), *SHORT, "--model", "no_such_module:f"])
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +116,7 @@ def test_help_from_anywhere(tmp_path: Path) -> None:
     )
     assert "--global-batch-size" in train
     examples = [re.split(r"   +", line.strip())[0] for line in short.splitlines() if line.startswith("  ./run.sh")]
-    assert len(examples) == 10 and "--system-mpi" not in short and "--system-mpi" in whole
+    assert len(examples) == 10 and "--max-restarts" not in short and "--max-restarts" in whole
     assert all((launcher_option(option_name(field)) or f"-{field}") in whole for field in LaunchSettings.model_fields)
     for example in examples:  # the launcher takes each
         words = example.replace("my-hosts", str(CHECKOUT / "hostfiles" / "cluster-example")).split()[1:]
@@ -167,9 +149,9 @@ def _processes_of(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def test_kill_leaves_no_rank_behind(data: Path, tmp_path: Path) -> None:
+def test_kill_leaves_no_rank_behind(embedded: Path, tmp_path: Path) -> None:
     """Neither do MPI's files stay, nor its shared memory: mpirun is signalled once."""
-    words, output = [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], tmp_path / "output"
+    words, output = [RUN_SH, "-np", "2", *_train(embedded, tmp_path / "run"), *LONG], tmp_path / "output"
     with tempfile.TemporaryDirectory() as sessions, output.open("wb") as log:  # a short path, as MPI's sockets need
         env = _environment() | {"TMPDIR": sessions, "OMPI_MCA_btl_vader_backing_directory": sessions}
         process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
@@ -186,11 +168,11 @@ def test_kill_leaves_no_rank_behind(data: Path, tmp_path: Path) -> None:
             end_tree(process)
 
 
-def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal(embedded: Path, tmp_path: Path) -> None:
     """In a terminal there is a progress bar, and Ctrl-C once ends everything after a checkpoint."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], _environment())
+        os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(embedded, tmp_path / "run"), *LONG], _environment())
     seen = b""
 
     def read() -> bool:
@@ -223,19 +205,20 @@ def test_set_up_is_not_repeated(tmp_path: Path) -> None:
     before = log.stat().st_mtime_ns, installer.read_record()
     done = _run([RUN_SH, "setup"])
     assert done.returncode == 0 and "Nothing to do" in done.stderr
-    assert f"({' '.join(installer.recorded_options(before[1]).words())})" in done.stderr
-    for name in ("bash", "dirname", "readlink", "c++", "make"):
+    assert f"({installer.recorded_options(before[1])})" in done.stderr
+    for name in ("bash", "dirname", "readlink"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
-    done = _run([RUN_SH, "setup", "--system-mpi"], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+    other = "--cpu" if installer.recorded_options(before[1]).gpu else "--gpu"
+    done = _run([RUN_SH, "setup", other], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "mpicc, mpicxx, mpirun not on PATH" in done.stderr
+    assert "make not found, needed to build Horovod" in done.stderr
     assert (log.stat().st_mtime_ns, installer.read_record()) == before
 
 
 @pytest.mark.slow  # `./run.sh test` has set up already
 @pytest.mark.timeout(900)
-def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -> None:
-    """A copy sets up from the cached wheel, also after a first try was killed; then each launcher works in it."""
+def test_a_second_checkout_with_spaces_in_its_path(embedded: Path, tmp_path: Path) -> None:
+    """A copy sets up from the cached wheel, also after a first try was killed; then it trains."""
     checkout = tmp_path / "second check out"
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=CHECKOUT, text=True).split("\0"):
@@ -244,10 +227,11 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
             shutil.copy(CHECKOUT / name, checkout / name)
     run_sh, venv = str(checkout / "run.sh"), checkout / ".venv"
     options = installer.recorded_options(installer.read_record())
-    flags = ["--gpu"] * options.gpu + ["--system-mpi"] * options.system_mpi
-    env = _environment() | {"UV_COMPILE_BYTECODE": "0"}
+    env = _environment()
 
-    first = subprocess.Popen([run_sh, "setup", *flags], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
+    first = subprocess.Popen(
+        [run_sh, "setup", *["--gpu"] * options.gpu], env=env, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     _wait_for(lambda: (venv / "bin" / "pip").exists(), first)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
@@ -256,7 +240,7 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
     # The options are those of the set-up that was killed.
     done = _run([run_sh, "setup"], env=env, timeout=800)
     assert done.returncode == 0, done.stderr
-    assert "built before" in done.stderr and "pip takes the place" not in done.stderr, done.stderr
+    assert "built before" in done.stderr, done.stderr
     assert installer.read_record(venv)["complete"] is True
 
     # What set-up depends on changes while there is no network: it fails, and can be repeated.
@@ -269,15 +253,7 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
     assert "set-up failed" in done.stderr and "No matching distribution" in done.stderr
     assert installer.read_record(venv)["complete"] is True
 
-    done = _run([run_sh, "-np", "2", *_train(data, Path("my run")), *SHORT], cwd=tmp_path, env=env)
+    done = _run([run_sh, "-np", "2", *_train(embedded, Path("my run")), *SHORT], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "Setting up" in done.stderr and "environment (" not in done.stderr
     assert json.loads((tmp_path / "my run" / "summary.json").read_text())["world_size"] == 2
-
-    # One write: horovodrun over MPI cuts a line that comes in pieces.
-    program = "import sys, horovod.tensorflow as hvd; hvd.init(); sys.stdout.write(f'size {hvd.size()}\\n')"
-    for launcher in ("--mpi", "--gloo"):
-        words = ["horovodrun", launcher, "-np", "2", "python", "-c", program]
-        done = _run(words, cwd=tmp_path, env=env)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("size 2") == 2, done.stdout + done.stderr

@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 from hvd_cifar.launch.install.machine import Machine
-from hvd_cifar.launch.install.packages import Environment
-from hvd_cifar.launch.install.steps import StepFailed, Steps, built, say
+from hvd_cifar.launch.install.steps import Environment, StepFailed, Steps, built, say
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
@@ -34,37 +33,30 @@ def compile_into(steps: Steps, venv: Path, environment: Environment, machine: Ma
     library.unlink(missing_ok=True)
     if platform.machine() != "x86_64":
         return
-    sources = [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]
+    compiler, tensorflow = machine.compiler[0], environment.folder / "tensorflow"
     made_of = {
-        "sources": [path.read_text() for path in sources],
+        "sources": [path.read_text() for path in [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]],
         "commands": Path(__file__).read_text(),
         "tensorflow": environment.tensorflow,
         "compiler": machine.compiler,
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-    tensorflow = environment.folder / "tensorflow"
-    names = "convolutions, compiled before", "convolutions"
+
+    def build(work: Path) -> Path:
+        objects = [str(work / f"{name}.o") for name in (*SETS, "op")]
+        for (name, (source, *options)), made in zip(SETS.items(), objects, strict=False):
+            there = str(SOURCES / source)
+            steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", there, "-o", made])
+        headers = ["-w", "-isystem", str(tensorflow / "include")]  # -w: they give warnings
+        steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])
+        linked = ["-L", str(tensorflow), "-l:libtensorflow_framework.so.2"]
+        steps.run([compiler, "-shared", *objects, "-o", str(work / LIBRARY.name), *linked])
+        return work / LIBRARY.name
+
     try:
-        found = built(
-            steps, names, made_of, venv / "wheels", lambda work: _compile(steps, machine.compiler[0], tensorflow, work)
-        )
+        found = built(steps, ("convolutions, compiled before", "convolutions"), made_of, venv / "wheels", build)
     except StepFailed as error:
         say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
         return
     library.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(found, library)
-
-
-def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> Path:
-    objects = []
-    for name, (source, *options) in SETS.items():
-        objects.append(str(work / f"{name}.o"))
-        there = str(SOURCES / source)
-        steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", there, "-o", objects[-1]])
-    # -w: TensorFlow's headers give warnings.
-    objects.append(str(work / "op.o"))
-    headers = ["-w", "-isystem", str(tensorflow / "include")]
-    steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])
-    linked = ["-L", str(tensorflow), "-l:libtensorflow_framework.so.2"]
-    steps.run([compiler, "-shared", *objects, "-o", str(work / LIBRARY.name), *linked])
-    return work / LIBRARY.name

