@@ -141,7 +141,7 @@ class Watch:
         if self.is_on:
             os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
             os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(GLOO_SECONDS)
-            _in_thread(self._watch())
+            _in_thread(self._watch()).add_done_callback(Future.result)  # which tells of an error
 
     # Phases.
 

@@ -19,7 +19,7 @@ def _sessions() -> list[Any]:
         known = [repr(facts) for facts in world.ranks]
         places = [(facts.host == world.host, facts.local_rank, facts.threads) for facts in world.ranks]
         joined = watch.peers
-    nowhere = lambda watch, *_: Peer("a", 1, ("127.0.0.1", 1))  # noqa: E731
+    nowhere = lambda watch, rank, one_host: Peer("a", 1, ("127.0.0.1", 1))  # noqa: E731
     with mock.patch.object(Watch, "listen", nowhere), session(watch=(unreached := Watch(60))):
         alone = unreached.peers
     return [known, places, joined, alone]
