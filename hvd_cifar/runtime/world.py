@@ -18,9 +18,10 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError, cause_of
+from hvd_cifar.files import complain
 from hvd_cifar.runtime import devices, environment
 from hvd_cifar.runtime.ranks import RankFacts, gather
-from hvd_cifar.runtime.watch import Watch, complain
+from hvd_cifar.runtime.watch import Watch
 
 GRACE_SECONDS = 2.0  # where all ranks leave, rank 0 speaks for all, and its end ends the others
 # A rank that ends shuts Horovod down, and only then its process ends: the launcher must see that end first, to name it.
