@@ -20,14 +20,6 @@ _NOTES = (
     "To enable the following instructions",
     "Could not find cuda drivers on your machine",
 )
-_FILTER = """
-import sys
-notes = [note.encode() for note in sys.argv[1:]]
-for line in sys.stdin.buffer:
-    if not any(note in line for note in notes):
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
-"""
 # Keras and TensorFlow import these where they find them. Training never uses them, and they take a quarter of a rank's
 # start.
 _HIDDEN = ("matplotlib", "scipy")
@@ -39,10 +31,7 @@ def quiet_start() -> Iterator[None]:
 
     The notes come from C++ before any setting can stop them, so file descriptor 2 itself is redirected to a process
     that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
-    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything.
-
-    Raises:
-        UserError: where TensorFlow would load Keras 2, on which nothing here works.
+    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything. UserError where TensorFlow would load Keras 2.
     """
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         raise UserError("TF_USE_LEGACY_KERAS asks TensorFlow for Keras 2, and this program needs Keras 3: unset it")
@@ -65,7 +54,7 @@ def _filtered() -> Iterator[None]:
     sys.stderr.flush()
     true_stderr = os.dup(2)
     # In its own session, so that Ctrl-C does not end it before this process, whose last lines it prints.
-    words = [sys.executable, "-I", "-S", "-c", _FILTER, *_NOTES]
+    words = ["grep", "-avF", "--line-buffered", *(word for note in _NOTES for word in ("-e", note))]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=true_stderr, start_new_session=True) as line_filter:
         assert line_filter.stdin
         os.dup2(line_filter.stdin.fileno(), 2)

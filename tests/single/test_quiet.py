@@ -71,4 +71,4 @@ with quiet.quiet_start():
     {end}
 """
     done = _run(program, "2")
-    assert (done.returncode, done.stderr) == (code, "F0000 CHECK failed: no such instruction")
+    assert (done.returncode, done.stderr) == (code, "F0000 CHECK failed: no such instruction\n")
