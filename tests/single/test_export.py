@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -15,7 +14,6 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Recipe
-from hvd_cifar.tools import export
 from hvd_cifar.tools.export import usable
 from hvd_cifar.tools.predict import as_json, as_text, images_in
 from hvd_cifar.training.state import TrainState
@@ -25,28 +23,11 @@ IMAGES = np.zeros((2, 4, 4, 3), np.uint8)
 DATASET = Dataset.from_arrays(IMAGES, np.arange(2), IMAGES, np.arange(2))
 
 
-def _trained(model: keras.Model, step: int = 0, *place: Any) -> Trained:
-    state = TrainState(model)
-    state.step.assign(step)
-    return Trained(
-        make(TrainSettings, {}), Recipe(), {}, DATASET, model, augment.transforms("none", DATASET), state, *place
-    )
-
-
-def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text('{"steps": 1, "test_views": 1, "test_accuracy": 0.5}')
-    path = tmp_path / "b" / "checkpoints" / "step-1"
-    of_b = _trained(keras.Sequential([keras.Input((4, 4, 3))]), 1, None, path)
-    found = [export._metadata(of_b, tmp_path / name)["test_accuracy"] for name in "ab"]
-    assert found == [None, 0.5]
-
-
 def test_transforms_that_are_python_alone_are_refused() -> None:
     given = keras.Input((4, 4, 3))
     model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
-    trained = _trained(model)
+    transforms = augment.transforms("none", DATASET)
+    trained = Trained(make(TrainSettings, {}), Recipe(), {}, DATASET, model, transforms, TrainState(model))
     assert usable(trained)(IMAGES)["probabilities"].shape == (2, 2)
     python_alone = replace(trained, transforms=trained.transforms._replace(portable=None))
     with pytest.raises(UserError, match="TensorFlow cannot load the Transforms of its recipe: set their `portable`"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from itertools import pairwise, product
 from pathlib import Path
@@ -11,11 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.gpu import eight, steps, variants
-from benchmarks.gpu.__main__ import SECONDS, SECONDS_FOR_STEPS, Command, cases, commands, main
+from benchmarks.gpu.__main__ import SECONDS, SECONDS_FOR_STEPS, cases, commands, main
 from benchmarks.gpu.serve import Side
 from benchmarks.gpu.steps import PRODUCT, ROUNDS, Case, Found
 from hvd_cifar import cli
-from tests.ranks import CHECKOUT, environment
 
 
 def test_the_small_form_measures_and_a_second_call_only_prints(tmp_path: Path) -> None:
@@ -43,27 +41,6 @@ def test_all_parts_take_at_most_8_minutes_and_their_commands_have_such_options()
     for command in found:
         if ("-m", "hvd_cifar") in pairwise(command.words):
             cli.check([*command.words][command.words.index("hvd_cifar") + 1 :])
-
-
-SERVE = """
-import time
-from benchmarks.gpu.serve import serve
-
-def make(name):
-    if name == "broken":
-        raise MemoryError("too little")
-    return lambda steps: time.sleep(60 if name == "slow" else 0.01 * steps)
-
-serve(make)
-"""
-
-
-def test_a_side_answers_with_seconds_or_an_error_and_starts_anew_after_its_limit(tmp_path: Path) -> None:
-    with Side([sys.executable, "-c", SERVE], tmp_path / "log", CHECKOUT, environment()) as side:
-        assert side.ask("a b", 2, 60)["seconds"] == pytest.approx(0.01, rel=0.5)
-        assert side.ask("broken", 2, 60) == {"name": "broken", "error": "MemoryError: too little"}
-        assert "no answer within 0 s" in side.ask("slow", 2, 0.2)["error"]
-        assert side.ask("a b", 2, 60)["seconds"] == pytest.approx(0.01, rel=0.5)
 
 
 def test_what_did_not_fit_is_measured_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +71,6 @@ def test_what_did_not_fit_is_measured_by_the_next_call(tmp_path: Path, monkeypat
         {"broken": "x"},
     )
     assert "| late | 100" in case.table(found) and "| broken | x |" in case.table(found)
-
-
-def test_a_program_ends_at_its_limit(tmp_path: Path) -> None:
-    places = {"folder": tmp_path, "python": sys.executable}
-    assert Command("slow", ("sleep", "60"), 9).run(places, 0.2)["code"] == "no end within 0 s"
-    (tmp_path / "found.json").write_text('{"a": 1, "b": 2}')
-    told = Command("told", ("{python}", "-c", "print('x')"), 60, "found.json", ("b",))
-    assert told.run(places, 60) == {"code": 0, "result": "b 2"}
 
 
 def test_a_ring_of_eight_is_predicted_and_says_so(tmp_path: Path) -> None:

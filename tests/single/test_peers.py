@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from click.testing import CliRunner
 from benchmarks import nets
 from benchmarks.peers import rates, sides
 from benchmarks.peers.__main__ import LOG_EVERY, main
-from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.training.plan import plan, resolve
@@ -31,34 +29,6 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
     head, _, _, last = rates.table({"other": {"none": base}, "ours": {"none": faster}}, "other").splitlines()
     assert head == "| side | images/s | ratio to other | n |"
     assert last == "| ours | 1,200 (750 to 1,350) | 1.500 (1.500 to 1.500) | 5 |"
-
-
-STEPPER = """
-import pathlib, subprocess, sys, time
-if len(sys.argv) > 2:  # a launcher and its rank
-    sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2], sys.argv[1]]))
-for step in range(1, 1 << 30):
-    time.sleep(0.01)
-    with open(sys.argv[1], "a") as file:
-        file.write('{"event": "train", "step": %d}\\n' % step)
-"""
-
-
-def test_a_paused_job_does_no_step_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    side = Side("stepper", [[sys.executable, "-c", STEPPER, str(metrics), STEPPER]], [metrics], 10)
-    with Job(side, tmp_path, tmp_path) as job:
-        assert job.take_turn(0.1).rate > 0
-        job.pause()
-        before = metrics.read_text()
-        time.sleep(0.1)
-        assert metrics.read_text() == before
-        job.wake()
-        (stamps,) = job.run_for(0.1, 3)
-        assert stamps[0].step > before.count("\n")
-    after = metrics.read_text()
-    time.sleep(0.1)
-    assert metrics.read_text() == after
 
 
 @pytest.mark.parametrize("model", list(LOG_EVERY))
