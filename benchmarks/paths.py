@@ -22,6 +22,7 @@ from unittest import mock
 import click
 
 from benchmarks import setting
+from benchmarks.peers.rates import paired, spread
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.runtime.environment import prepare_tensorflow
 
@@ -130,10 +131,8 @@ def measure(without: Any, whole: Any, pairs: int) -> tuple[list[float], list[flo
 
 def row(name: str, without: list[float], whole: list[float]) -> str:
     """Of the table, in Markdown."""
-    ratios = [mine / other for mine, other in zip(whole, without, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
     times = " | ".join(f"{1000 * statistics.median(each):,.1f}" for each in (without, whole))
-    return f"| {name} | {times} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
+    return f"| {name} | {times} | {spread(paired(whole, without))} |"
 
 
 if __name__ == "__main__":

@@ -28,11 +28,7 @@ MOST_VALUES = 2**20  # of a histogram: TensorBoard compares each with each bucke
 
 
 def begin(folder: Path, first_step: int) -> Path:
-    """Make an event file in `folder` for what follows step `first_step`, and remove later events from earlier files.
-
-    Raises:
-        OSError: where a file cannot be written.
-    """
+    """Make an event file in `folder` for what follows step `first_step`, and remove later events from earlier files."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob("events.out.tfevents.*"):
         _drop_events_after(path, first_step)

@@ -40,12 +40,7 @@ class Point:
 
 
 def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
-    """Measure all-reduces on all ranks of this job.
-
-    Raises:
-        UserError: where a setting does not fit the job.
-        TrainingError: where a sum is wrong.
-    """
+    """Measure all-reduces on all ranks of this job. UserError for one rank, TrainingError where a sum is wrong."""
     if (launched_size() or 1) == 1:
         raise UserError("one rank alone has nothing to reduce; start more (-np 2)")
     with session() as world:

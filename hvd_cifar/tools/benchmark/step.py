@@ -36,12 +36,7 @@ WAYS = ("fed", "step", "compute")  # ways to be compared are neighbours, against
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
-    """Measure the training step on all ranks of this job.
-
-    Raises:
-        UserError: where a setting does not fit the job or the data.
-        TrainingError: where the efficiency is below --min-efficiency.
-    """
+    """Measure the training step on all ranks of this job. TrainingError for an efficiency below --min-efficiency."""
     if settings.min_efficiency is not None and (launched_size() or 1) == 1:
         raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
     with session(settings.threads_per_rank) as world:

@@ -29,12 +29,7 @@ WORDS = {"ok": "ok", "warning": "warn", "failure": "FAIL"}
 
 
 def examine(settings: DoctorSettings) -> None:
-    """Examine all hosts, and print the findings.
-
-    Raises:
-        UserError: where the options for hosts or ranks are wrong, or a launcher started this process.
-        TrainingError: where a run would fail.
-    """
+    """Examine all hosts, and print the findings. UserError for wrong hosts, TrainingError where a run would fail."""
     # sys.exit raises, so `finally` blocks end the programs on other hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (launched_size() or 1) > 1:

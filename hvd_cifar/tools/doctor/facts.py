@@ -85,11 +85,9 @@ class Subject:
 
 
 def ask(hosts: tuple[Host, ...], participants: Participants, seconds: float) -> Subject:
-    """Ask all participants at once for their facts, then test the connections between those that answer.
+    """Ask all participants for their facts, for at most `seconds`, then test the connections between those that answer.
 
-    Args:
-        hosts: with the slots that a run would use; `participants` may have this machine besides.
-        seconds: the time limit for a host's facts.
+    `hosts`: with the slots that a run would use; `participants` may have this machine besides.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
 SECONDS_TO_END = 20.0
 TRIES = 3  # of each size, and of each link
-FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
+SIZES = [2**power for power in range(16, 25, 2)]  # bytes
 ENOUGH_SECONDS = 0.2  # a message of this duration shows the bandwidth, also on busy cores
 # Of all links together, as far as messages do not get so small that their latency hides the bandwidth.
 RING_SECONDS, LEAST_LINK_BYTES = 20.0, 2**20
@@ -42,16 +42,13 @@ LEAST_RING = 3  # hosts: two have one link, which nothing is compared with
 
 def run(words: Sequence[str], seconds: float) -> Job:
     """Run the launcher with `words` for at most `seconds`. However the job ends, it leaves no process on any host."""
-    begin = time.monotonic()
+    begin, pipe = time.monotonic(), subprocess.PIPE
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "errors": "replace"}
     process = subprocess.Popen(
         [sys.executable, *ISOLATED, "-m", "hvd_cifar.launch", *words, "doctor-job"],
         # Without the variables of a launcher that started the doctor itself.
         env={name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        **pipes,
         start_new_session=True,  # Ctrl-C reaches it once, from this process
         preexec_fn=signalled_with_parent(signal.SIGTERM),
     )
@@ -89,13 +86,12 @@ def run_rank(_: DoctorJobSettings) -> None:
     from hvd_cifar.tools.benchmark import allreduce
 
     with session() as world:
-        reduce, size, wrong = allreduce.through_horovod(), FIRST_BYTES, 0
-        while True:
+        reduce, wrong = allreduce.through_horovod(), 0
+        for size in SIZES:
             found = allreduce.measure_size(world, reduce, size, TRIES)
             wrong += found.wrong_values
-            if size >= MOST_BYTES or found.seconds["mean"] >= ENOUGH_SECONDS:
+            if found.seconds["mean"] >= ENOUGH_SECONDS:
                 break
-            size *= FACTOR
         rates = measure_links(world, found.bus_bandwidth)
         if world.is_root:
             terminal.say(RESULT + json.dumps([world.describe(), wrong, found.bus_bandwidth, rates]))
@@ -105,10 +101,7 @@ def measure_links(world: World, rate: float) -> list[float]:
     """Bytes per second between each host and the next one, the last host and the first; [] below three hosts.
 
     The hosts' first ranks measure by MPI, one link after another. The shortest try counts: other work on a host only
-    makes a try longer. A collective.
-
-    Args:
-        rate: bytes per second in all-reduces over all ranks.
+    makes a try longer. A collective. `rate`: bytes per second in all-reduces over all ranks.
     """
     from hvd_cifar.runtime.world import mpi
 
@@ -116,7 +109,7 @@ def measure_links(world: World, rate: float) -> list[float]:
     if len(firsts) < LEAST_RING:
         return []
     affordable = RING_SECONDS * rate / (len(firsts) * TRIES)
-    message = np.zeros(int(min(MOST_BYTES, max(LEAST_LINK_BYTES, affordable))), np.uint8)
+    message = np.zeros(int(min(SIZES[-1], max(LEAST_LINK_BYTES, affordable))), np.uint8)
     rates = []
     for a, b in zip(firsts, [*firsts[1:], firsts[0]], strict=True):
         took = math.inf if world.rank in (a, b) else 0.0

@@ -45,12 +45,9 @@ STYLE: Any = {
 
 
 def svg(draw: Callable[[Any], None], name: str, **subplots: Any) -> Markup:
-    """A chart that `draw` fills, for a page.
+    """A chart for a page. `draw` is given the axes, as `pyplot.subplots` makes them with `subplots`.
 
-    Args:
-        draw: is given the axes, as `pyplot.subplots` makes them.
-        name: what the chart shows, for screen readers; unique in the page.
-        subplots: arguments of `pyplot.subplots`.
+    `name`: what the chart shows, for screen readers; unique in the page.
     """
     file = io.StringIO()
     # With a salt, ids within the SVG are the same for the same run, and differ between charts of a page.

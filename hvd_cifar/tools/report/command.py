@@ -28,11 +28,7 @@ MOST_HAPPENINGS = 100
 
 
 def report(settings: ReportSettings) -> None:
-    """Write the page.
-
-    Raises:
-        UserError: where there is no run, a file is damaged, or the page cannot be written.
-    """
+    """Write the page. UserError where there is no run, a file is damaged, or the page cannot be written."""
     output = settings.output or settings.run_dirs[0] / "report.html"
     if output.suffix.lower() not in (".html", ".htm"):  # such as a run's config.json, which it would overwrite
         raise UserError(f"--output {output}: is no name of a page; give a file that ends in .html")
