@@ -73,20 +73,19 @@ class Command:
 
 def commands(small: bool, has_torch: bool) -> list[Command]:
     """All programs, in their order."""
-    net, examples = ("resnet8", 4) if small else ("resnet20", 128)
-    words = f"{{python}} -m benchmarks.gpu.tensorflow_side --model {net} --precision float32 --batch-size {examples}"
-    words += f" --profile {PRODUCT} --output {{folder}}/kernels.md"
-    kernels = Command("kernels", words.split(), 30, "kernels.md")
+    net = ("resnet8", "float32", "4") if small else ("resnet20", "float32", "128")
+    words = ["{python}", "-m", "benchmarks.gpu.tensorflow_side"]
+    words += [word for pair in zip(("--model", "--precision", "--batch-size"), net, strict=True) for word in pair]
+    words += ["--profile", PRODUCT, "--output", "{folder}/kernels.md"]
+    kernels = Command("kernels", words, 30, "kernels.md")
     if small:
         return [kernels]
-    tests = "{python} -m pytest -q -n 6 -p no:cacheprovider tests/launch/test_on_gpu.py".split()
-    train = (
-        "{python} -m hvd_cifar train --model fast --dataset cifar10 --data-dir {data} --run-dir {folder}/fast".split()
-    )
+    tests = ("{python}", "-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "tests/launch/test_on_gpu.py")
+    train = ["{python}", "-m", "hvd_cifar", "train", "--model", "fast", "--dataset", "cifar10"]
+    train += ["--data-dir", "{data}", "--run-dir", "{folder}/fast", "--resume", "never", "--quiet"]
     keys = ("test_accuracy", "test_accuracy_of_one_view", "training_seconds")
-    airbench = "{torch} -m benchmarks.peers.airbench --data-dir {data} --device cuda".split()
-    found = [Command("tests", tests, 100)]
-    found += [Command("fast", [*train, "--resume", "never", "--quiet"], 60, "fast/summary.json", keys)]
+    airbench = ("{torch}", "-m", "benchmarks.peers.airbench", "--data-dir", "{data}", "--device", "cuda")
+    found = [Command("tests", tests, 100), Command("fast", train, 60, "fast/summary.json", keys)]
     return [*found, *[Command("airbench94", airbench, 40)] * has_torch, kernels]
 
 
