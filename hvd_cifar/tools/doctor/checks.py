@@ -166,22 +166,21 @@ def job(subject: Subject) -> Iterator[Finding]:
 
 
 def links(subject: Subject) -> Iterator[Finding]:
-    """No host, and no link between neighbours in the ring of hosts, is much slower than the others."""
+    """No link between neighbours in the ring of hosts is much slower than the others."""
     rates, names = subject.job.links if subject.job else (), [host.name for host in subject.hosts]
     if len(rates) != len(names):  # too few hosts, or two names of one
         yield _ok("not measured")
         return
     # Of each host the faster link: in a ring of three one slow host slows two links, but no other host's faster one.
     usual = statistics.median_low(max(rates[i - 1], rate) for i, rate in enumerate(rates))
-    slow = [rate < SLOW_OF_OTHERS * usual for rate in rates]
-    for i, name in enumerate(names):
-        after = (i + 1) % len(names)
-        if slow[i - 1] and slow[i]:
-            text = f"slow to {names[i - 1]} ({_speed(rates[i - 1])}) and {names[after]} ({_speed(rates[i])})"
-            yield Finding("warning", name, f"{text}; usual is {_speed(usual)}", _cable(subject, name))
-        elif slow[i] and not slow[after]:  # no host of which both links are slow
-            text = f"slow between {name} and {names[after]} alone: {_speed(rates[i])}; usual is {_speed(usual)}"
-            yield Finding("warning", "", text, _cable(subject, name, names[after]))
+    cards = subject.network.cards if subject.network else {}
+    for rate, *ends in zip(rates, names, [*names[1:], names[0]], strict=True):
+        if rate < SLOW_OF_OTHERS * usual:
+            text = f"slow between {' and '.join(ends)}: {_speed(rate)}; usual is {_speed(usual)}"
+            looked = " and ".join(
+                f"ethtool -S {cards[name].name if name in cards else 'CARD'} on {name}" for name in ends
+            )
+            yield Finding("warning", "", text, f"{looked}: errors? Then try another cable, or port of the switch")
     yield _ok(f"{counted(len(rates), 'link')} between neighbours: {_speed(min(rates))} to {_speed(max(rates))}")
 
 
@@ -204,12 +203,6 @@ def counted(number: int, what: str) -> str:
 
 def _ok(text: str = "") -> Finding:
     return Finding("ok", "", text)
-
-
-def _cable(subject: Subject, *names: str) -> str:
-    cards = subject.network.cards if subject.network else {}
-    places = " and ".join(f"ethtool -S {cards[name].name if name in cards else 'CARD'} on {name}" for name in names)
-    return f"{places}: errors? Then try another cable, or port of the switch"
 
 
 def _listed(texts: Sequence[str]) -> str:
