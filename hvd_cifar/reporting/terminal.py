@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
-
 from hvd_cifar.files import LastingStream
 from hvd_cifar.runtime.environment import launched_rank
 
@@ -35,12 +33,7 @@ def open_streams() -> None:
 
 def say(line: str) -> None:
     """Print a line to standard output in one piece, so that lines of several ranks do not mix."""
-    _write(sys.stdout, line)
-
-
-def _write(stream: TextIO, line: str) -> None:
-    encoding = stream.encoding or "utf-8"  # None: Rich's stand-in for a stream, while a progress bar is shown
-    text = f"{line}\n".encode(encoding, "backslashreplace").decode(encoding)
-    lasting = LastingStream(stream)
-    lasting.write(text)
+    encoding = sys.stdout.encoding or "utf-8"  # None: Rich's stand-in for a stream, while a progress bar is shown
+    lasting = LastingStream(sys.stdout)
+    lasting.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
     lasting.flush()

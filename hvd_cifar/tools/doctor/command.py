@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import complain
 from hvd_cifar.launch.cluster import slurm, ssh
-from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, read_hostfile
+from hvd_cifar.launch.cluster.hosts import Host, is_local, parse_hosts, read_hostfile
 from hvd_cifar.launch.cluster.network import Participants
-from hvd_cifar.launch.command import ranks_of
+from hvd_cifar.launch.command import first_slots, ranks_of, slots_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import checks, facts, job
@@ -64,13 +64,9 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
         hosts = nodes
     else:
         return (Host("localhost", settings.ranks or ranks_of(())),)
-    slots = sum(host.slots for host in hosts)
-    if settings.ranks is None:
-        return hosts
-    if settings.ranks > slots:
+    if (settings.ranks or 0) > (slots := slots_of(hosts)):
         raise UserError(f"-np {settings.ranks} is more than the {slots} slots of the hosts; lower it or add slots")
-    used = Counter(hosts_of_ranks(hosts, settings.ranks))
-    return tuple(Host(name, count) for name, count in used.items())
+    return first_slots(hosts, settings.ranks) if settings.ranks else hosts
 
 
 def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
@@ -92,7 +88,7 @@ def _run_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Job:
     hosts = list(subject.hosts)
     if not in_slurm and not all(found.computes_on_gpus for _, found in subject.known):
         hosts = [Host(host.name, min(host.slots, LOCAL_RANKS)) for host in hosts]
-    ranks = sum(host.slots for host in hosts)
+    ranks = slots_of(hosts)
     _tell(f"a small job of {counted(ranks, 'rank')} on {counted(len(hosts), 'host')} ...")
     words = ["-np", str(ranks), *(["--allreduce", "ring"] if settings.allreduce == "ring" else [])]
     if not in_slurm and [host.name for host in hosts] != [subject.here]:
