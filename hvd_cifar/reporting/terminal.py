@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+
 from hvd_cifar.files import LastingStream
 from hvd_cifar.runtime.environment import launched_rank
 
