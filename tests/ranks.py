@@ -104,8 +104,8 @@ def run_all(
 
 
 def _words(n: int, launcher: str, *arguments: str) -> list[str]:
-    program = [sys.executable, str(CHECKOUT / "tests" / "rank.py"), *arguments]
-    return [word.format(n=n) for word in LAUNCHERS[launcher]] + program
+    words = [word.format(n=n) for word in LAUNCHERS[launcher]]
+    return [*words, sys.executable, str(CHECKOUT / "tests" / "rank.py"), *arguments]
 
 
 def _returned(folder: Path, n: int) -> list[dict[str, Any]] | None:

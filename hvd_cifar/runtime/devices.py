@@ -43,12 +43,9 @@ def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
 
 
 def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
-    """UUIDs of the GPUs that CUDA shows to a process, in CUDA's order.
+    """UUIDs of the GPUs that CUDA shows to a process, in CUDA's order. `listing`: the output of `nvidia-smi -L`.
 
-    Args:
-        listing: the output of `nvidia-smi -L`: all GPUs of the host, or of the process's control group.
-        environment: of the process. CUDA_VISIBLE_DEVICES holds indices or prefixes of UUIDs; CUDA stops at the first
-            that does not exist.
+    CUDA_VISIBLE_DEVICES holds indices or prefixes of UUIDs; CUDA stops at the first that does not exist.
     """
     uuids: list[str] = re.findall(r"^GPU \d+:.*\(UUID: ([^)]+)\)", listing, re.MULTILINE)
     if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -78,10 +75,7 @@ def list_gpus() -> str:
 def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: float | None) -> int:
     """Threads for this rank: its share of the cores that its host's ranks may use, at least 1.
 
-    Args:
-        masks: for each local rank, the CPUs that its process may run on: disjoint where the launcher binds ranks,
-            else all the same.
-        quota: the container's limit in cores for all processes together; None: no limit.
+    `masks`: for each local rank, the CPUs that its process may run on. `quota`: as of `cpu_quota`.
     """
     mine = masks[local_rank]
     cores = len(mine) / sum(1 for mask in masks if mask & mine)
