@@ -32,14 +32,14 @@ def ours(given: argparse.Namespace) -> Iterator[Any]:
     from hvd_cifar.data.augment import transforms
     from hvd_cifar.data.folder import Folder
     from hvd_cifar.data.pipeline import training_batches
-    from hvd_cifar.data.sampler import Sampler, Sharding
+    from hvd_cifar.data.sampler import Sampler
 
     source = Folder(given.folder, (given.size, given.size))
     begin = time.monotonic()
     dataset = source.read(source.prepare(given.folder.parent / "data"))
     if time.monotonic() - begin > 3:
         print(f"cache made in {time.monotonic() - begin:.1f} s", file=sys.stderr)
-    sampler = Sampler(len(dataset.train), BATCH * given.ranks, 0, Sharding(given.rank, given.ranks))
+    sampler = Sampler(len(dataset.train), BATCH * given.ranks, 0, given.rank, given.ranks)
     batches = training_batches(dataset.train, transforms("standard", dataset), sampler, first_step=0, last_step=1 << 40)
     return iter(batches)
 

@@ -70,7 +70,7 @@ def switches() -> dict[str, Switch]:
     import tensorflow as tf
 
     from hvd_cifar.kernels import compiled, side_by_side, winograd
-    from hvd_cifar.models import activation, normalization, resnet
+    from hvd_cifar.models import layers, resnet
 
     def put(target: Any, name: str, value: Any) -> Switch:
         return lambda stack: stack.enter_context(mock.patch.object(target, name, value))
@@ -79,12 +79,11 @@ def switches() -> dict[str, Switch]:
         return (tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0]),) * copies
 
     def cast(stack: ExitStack) -> None:
-        for module in (activation, normalization):
-            stack.enter_context(mock.patch.object(module, "narrow", tf.cast))
-            for name, function in list(vars(module).items()):
-                if hasattr(function, "python_function"):  # its traces hold the path
-                    anew = tf.function(function.python_function, jit_compile=True, autograph=False)
-                    stack.enter_context(mock.patch.object(module, name, anew))
+        stack.enter_context(mock.patch.object(layers, "narrow", tf.cast))
+        for name, function in list(vars(layers).items()):
+            if hasattr(function, "python_function"):  # its traces hold the path
+                anew = tf.function(function.python_function, jit_compile=True, autograph=False)
+                stack.enter_context(mock.patch.object(layers, name, anew))
 
     def plain_layer(module: Any, name: str, plain: Any) -> Switch:
         return put(getattr(module, name), "call", plain)
@@ -108,11 +107,11 @@ def switches() -> dict[str, Switch]:
         "kernels/compiled": put(compiled, "is_quicker", lambda *_: False),
         "kernels/winograd": put(winograd, "LEAST_WEIGHTS", 10**9),
         "kernels/side_by_side": put(side_by_side, "MOST_PIXELS", 0),
-        "kernels/half.narrow": cast,
-        "QuickRelu": put(activation, "_fused_relu", plain_relu),
-        "QuickGelu": plain_layer(activation, "QuickGelu", lambda _, x: keras.activations.gelu(x)),
-        "FusedBatchNormalization": plain_layer(normalization, "FusedBatchNormalization", plain_norm),
-        "LocalResponseNormalization": plain_layer(normalization, "LocalResponseNormalization", plain_response),
+        "layers.narrow": cast,
+        "QuickRelu": put(layers, "_fused_relu", plain_relu),
+        "QuickGelu": plain_layer(layers, "QuickGelu", lambda _, x: keras.activations.gelu(x)),
+        "FusedBatchNormalization": plain_layer(layers, "FusedBatchNormalization", plain_norm),
+        "LocalResponseNormalization": plain_layer(layers, "LocalResponseNormalization", plain_response),
         "PadShortcut": plain_layer(resnet, "PadShortcut", strided_shortcut),
     }
 

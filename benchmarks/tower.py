@@ -32,7 +32,7 @@ from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.pipeline import training_batches
-from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import BUILT_IN, Net
@@ -118,7 +118,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     if averages is not None:
         averages.apply([v.value for v in variables])  # outside the graph, since it makes variables
     order = len(dataset.train), batch_plan.global_batch_size, settings.seed
-    samplers = [Sampler(*order, Sharding(tower, towers)) for tower in range(towers)]
+    samplers = [Sampler(*order, tower, towers) for tower in range(towers)]
     last = batch_plan.total_steps
     parts = [training_batches(dataset.train, transforms, s, first_step=0, last_step=last) for s in samplers]
     assert settings.run_dir is not None

@@ -18,7 +18,7 @@ from benchmarks.gpu.variants import FORMS, Step, staged
 from hvd_cifar.data.augment import transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
-from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import DistributedOptimizer
 from hvd_cifar.files import replace_text
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
@@ -75,7 +75,7 @@ def batches(model: str, examples: int, device: str) -> Callable[[int], None]:
     images, labels = draw.integers(0, 256, (IMAGES, 32, 32, 3), np.uint8), np.arange(IMAGES) % 10
     dataset = Dataset.from_arrays(images, labels, images[:10], labels[:10])
     augmented = transforms(nets.recipe_of(model).augmentation, dataset)
-    sampler = Sampler(IMAGES, examples, 0, Sharding(0, 1))
+    sampler = Sampler(IMAGES, examples, 0, 0, 1)
     given = iter(training_batches(dataset.train, augmented, sampler, first_step=0, last_step=TOTAL, device=device))
 
     def repeat(steps: int) -> None:

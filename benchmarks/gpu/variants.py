@@ -22,10 +22,9 @@ from hvd_cifar.distributed import buckets
 from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.reduction import Reduction
-from hvd_cifar.kernels.half import narrow, widen
 from hvd_cifar.models import Net
 from hvd_cifar.models.convolution import QuickConv2D
-from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.layers import FusedBatchNormalization, narrow, widen
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.optim.muon import Muon, orthogonal

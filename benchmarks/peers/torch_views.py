@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -67,7 +66,7 @@ class Windows:
         dtype: Any,
         window: int | None = None,
     ) -> None:
-        planes = torch.as_tensor(np.asarray(images)).permute(0, 3, 1, 2)
+        planes = torch.as_tensor(images[:]).permute(0, 3, 1, 2)
         n, channels, side, _ = planes.shape
         wide = side + 2 * pad
         padded = torch.empty(n, wide, wide, channels, dtype=torch.uint8)

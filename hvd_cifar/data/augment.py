@@ -6,28 +6,28 @@ The random numbers are hashed from (seed, epoch, example), so they depend neithe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from hvd_cifar.data import sampler
+from hvd_cifar.data import pictures, sampler
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.pictures import CROP_DRAWS, with_margin
 
 PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
 FAST_PAD = 2  # the same, for `fast`
 SMALLEST_CUT = 64  # pixels
-CROPS = 4  # the purpose, in `sampler.key`, of cutting random parts
 
 RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (unused: without it contrast's draws change), contrast
-DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
+DISTORTIONS, FLIPS, CROPS = 1, 2, 4  # purposes of random numbers, in the key of `sampler.mix`
 
 Images = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 TrainTransform = Callable[[Images, Floats], Floats]
 TestTransform = Callable[[Images], Floats]
+Flips = Callable[[Floats], NDArray[np.bool_]]
 
 
 class Transforms(NamedTuple):
@@ -72,70 +72,79 @@ def undistorted(transforms: Transforms) -> Transforms:
     return transforms._replace(train=lambda images, _: transforms.test(images), crops=False)
 
 
-def fit(images: Any, shape: tuple[int, int, int]) -> Any:
+def fit(images: Any, shape: tuple[int, int, int], is_scaled: bool = False) -> Any:
     """Images uint8 [b, any height, any width, channels] -> whole numbers in float32, [b, *shape]; by `keras.ops`.
 
     The largest part around the middle that has the shape's proportions is resized, with antialiasing. Images that have
-    the shape stay as they are.
+    the shape stay as they are. `is_scaled`: what `pictures.read_image` makes for `--image-size`, to rounding.
     """
     from keras import ops  # only here: the benchmarks use transforms beside PyTorch, without Keras
 
+    size, kind = (pictures.with_margin(shape[:2]), "bicubic") if is_scaled else (shape[:2], "bilinear")
     floats = ops.cast(images, "float32")
-    return ops.round(ops.image.resize(floats, shape[:2], antialias=True, crop_to_aspect_ratio=True))
-
-
-def middle(images: Any, shape: tuple[int, int, int]) -> Any:
-    """As `fit`, but what `pictures.read_image` makes of an image for `--image-size`, to rounding."""
-    from keras import ops
-
-    size, floats = with_margin(shape[:2]), ops.cast(images, "float32")
-    scaled = ops.image.resize(floats, size, interpolation="bicubic", antialias=True, crop_to_aspect_ratio=True)
+    resized = ops.image.resize(floats, size, interpolation=kind, antialias=True, crop_to_aspect_ratio=True)
     top, left = (size[0] - shape[0]) // 2, (size[1] - shape[1]) // 2
-    return ops.clip(ops.round(scaled[:, top : top + shape[0], left : left + shape[1]]), 0, 255)
+    return ops.clip(ops.round(resized[:, top : top + shape[0], left : left + shape[1]]), 0, 255)
 
 
-def crop_draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The random numbers of each example's crop in an epoch, uniform in [0, 1), float32 [len(examples), CROP_DRAWS]."""
-    return _uniform(examples, sampler.key(seed, CROPS, epoch), CROP_DRAWS)
-
-
-def _uniform(examples: NDArray[np.int64], key: np.uint64, count: int) -> NDArray[np.float32]:
-    columns = np.arange(1, count + 1, dtype=np.uint64)
-    bits = sampler.mix(sampler.mix(examples.astype(np.uint64) ^ key)[:, None] ^ sampler.mix(columns)[None, :])
-    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
-
-
-def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The random numbers of each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
+def draws(
+    seed: int, epoch: int, examples: NDArray[np.int64], purpose: int = DISTORTIONS, count: int = RANDOM_DRAWS
+) -> Floats:
+    """The random numbers of each example in an epoch, float32 [len(examples), count + 1].
 
     All but the last are uniform in [0, 1). The last is the alternating flip: 0 or 1 at random in epoch 0, then the
     other one in each next epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
     """
-    uniform = _uniform(examples, sampler.key(seed, 1, epoch), RANDOM_DRAWS)
-    first = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 2))
-    flip = ((first + np.uint64(epoch)) & np.uint64(1)).astype(np.float32)
-    return np.concatenate([uniform, flip[:, None]], axis=1)
+    example, columns = examples.astype(np.uint64), np.arange(1, count + 1, dtype=np.uint64)
+    bits = sampler.mix(sampler.mix(example, seed, purpose, epoch)[:, None] ^ sampler.mix(columns)[None, :])
+    uniform = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+    flip = (sampler.mix(example, seed, FLIPS) + np.uint64(epoch)) & np.uint64(1)
+    return np.concatenate([uniform, flip[:, None].astype(np.float32)], axis=1)
 
 
-# Transforms work on planes uint8 [b, c, h, w], the order of CIFAR's files: their rows are quick to cut. Transposing
-# images into planes copies nothing.
-TO_PLANES, TO_IMAGES = (0, 3, 1, 2), (0, 2, 3, 1)
+def _cropped(
+    size: tuple[int, int],
+    flips: Flips,
+    finish: TrainTransform,
+    pad: tuple[int, int] = (0, 0),
+    colour: NDArray[np.uint8] | None = None,
+) -> TrainTransform:
+    """Images are padded, cut at random to `size`, mirrored where `flips`, and standardised by `finish`.
 
-
-def _crop(planes: Images, draw: Floats, flip: NDArray[np.bool_], size: tuple[int, int]) -> Images:
-    """Random crops uint8 [b, *size, c] of planes uint8 [b, c, h, w], mirrored where flip, bool [b].
-
-    The first two columns of `draw` choose the row and the column of the crop.
+    Args:
+        pad: rows and columns on each side. They have a colour uint8 [channels], or mirror the edges.
     """
-    places = [whole - part + 1 for whole, part in zip(planes.shape[2:], size, strict=True)]
-    row, column = ((draw[:, i] * np.float32(count)).astype(np.int32) for i, count in enumerate(places))
-    windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, rows, columns, height, width], no copy
-    cropped: Images = windows[np.arange(len(planes)), :, row, column]
-    cropped[flip] = cropped[flip][..., ::-1]
-    return cropped.transpose(TO_IMAGES)
+    above, left = pad
+
+    def train(images: Images, draw: Floats) -> Floats:
+        count, height, width, channels = images.shape
+        # Planes [b, c, h, w] are the order of CIFAR's files: their rows are quick to cut. Transposing copies nothing.
+        planes = images.transpose(0, 3, 1, 2)
+        if above or left:
+            padded = np.empty((count, channels, height + 2 * above, width + 2 * left), np.uint8)
+            if colour is not None:
+                padded[:] = colour[:, np.newaxis, np.newaxis]
+            padded[:, :, above : above + height, left : left + width] = planes
+            if colour is None:  # np.pad's "reflect", in a tenth of its time
+                for i in range(above):
+                    padded[:, :, above - 1 - i] = padded[:, :, above + 1 + i]
+                    padded[:, :, above + height + i] = padded[:, :, above + height - 2 - i]
+                for i in range(left):
+                    padded[..., left - 1 - i] = padded[..., left + 1 + i]
+                    padded[..., left + width + i] = padded[..., left + width - 2 - i]
+            planes = padded
+        places = [whole - part + 1 for whole, part in zip(planes.shape[2:], size, strict=True)]
+        row, column = ((draw[:, i] * np.float32(number)).astype(np.int32) for i, number in enumerate(places))
+        windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, rows, columns, height, width], no copy
+        cut = windows[np.arange(count), :, row, column]
+        flip = flips(draw)
+        cut[flip] = cut[flip][..., ::-1]
+        return finish(cut.transpose(0, 2, 3, 1), draw)
+
+    return train
 
 
-def _standardise_channels(images: Images, dataset: Dataset) -> Floats:
+def _standardise_channels(dataset: Dataset, images: Images, _: Floats | None = None) -> Floats:
     """Images uint8 [b, h, w, c] -> float32 of the same shape, minus the channels' means, over their deviations.
 
     NumPy's inner loops are as long as the images' order in memory allows: whole rows, or a plane's rows.
@@ -166,7 +175,7 @@ def _standardise_each(images: Images, contrast: NDArray[np.float32] | None = Non
     pixels = height * width
     # Minus 128: the squares of 32 x 32 pixels then add up to at most 2**24, which float32 holds without rounding.
     exact = np.float32 if pixels <= 2**10 else np.float64
-    planes = images.transpose(TO_PLANES).reshape(count, channels, pixels)
+    planes = images.transpose(0, 3, 1, 2).reshape(count, channels, pixels)
     values = (planes ^ np.uint8(128)).view(np.int8).astype(np.float32)
     mean = np.einsum("bci->bc", values, dtype=exact).astype(np.float64) / pixels
     variance = np.einsum("bci,bci->bc", values, values, dtype=exact).astype(np.float64) / pixels - np.square(mean)
@@ -188,60 +197,43 @@ def _standardise_each(images: Images, contrast: NDArray[np.float32] | None = Non
 def _plain(dataset: Dataset) -> Transforms:
     """The whole image, channels standardised."""
 
-    def test(images: Images) -> Floats:
-        return _standardise_channels(images, dataset)
-
     def portable(images: Any) -> Any:
         factor = np.float32(1.0) / np.array(dataset.channel_deviation, np.float32)
         return (images - np.array(dataset.channel_mean, np.float32)) * factor
 
-    return Transforms(dataset.image_shape, lambda images, _: test(images), test, portable)
+    standardise = partial(_standardise_channels, dataset)
+    return Transforms(dataset.image_shape, standardise, standardise, portable)
 
 
 def _standard(dataset: Dataset) -> Transforms:
-    """Padding with the mean colour (four pixels at 32), a random crop, flip (He et al. 2015, section 4.2)."""
-    return _moved(dataset, PAD, lambda draw: draw[:, 2] < 0.5, mirrors_edges=False)
+    """Padding with the mean colour, which becomes zero (to 0.01), a random crop, flip (He et al. 2015, section 4.2)."""
+    colour = np.array([round(mean) for mean in dataset.channel_mean], np.uint8)
+    return _moved(dataset, PAD, lambda draw: draw[:, 2] < 0.5, colour)
 
 
 def _fast(dataset: Dataset) -> Transforms:
-    """Shifts (by two pixels at 32) with mirrored edges, and the alternating flip (Jordan 2024)."""
-    return _moved(dataset, FAST_PAD, lambda draw: draw[:, 5] > 0, mirrors_edges=True)
+    """Shifts with mirrored edges, and the alternating flip (Jordan 2024)."""
+    return _moved(dataset, FAST_PAD, lambda draw: draw[:, 5] > 0)
 
 
-def _moved(dataset: Dataset, pad: int, flips: Callable[[Floats], NDArray[np.bool_]], mirrors_edges: bool) -> Transforms:
+def _moved(dataset: Dataset, pad: int, flips: Flips, colour: NDArray[np.uint8] | None = None) -> Transforms:
     """Shifts, or random parts of larger images from 64 pixels on, mirrored where `flips`; channels standardised.
 
     Args:
         pad: most pixels of a shift, for sides of 32 pixels and more; in proportion below that.
-        mirrors_edges: else what lies beyond an edge has the colour of the channel means, which becomes zero (to 0.01).
     """
     height, width, channels = dataset.image_shape
+    plain = _plain(dataset)
     if min(height, width) >= SMALLEST_CUT and getattr(dataset.train.images, "crops", None) is not None:
 
         def of_parts(images: Images, draw: Floats) -> Floats:
             flip, pixels = flips(draw), images.view(f"V{channels}")[..., 0]  # a pixel at a time, not a channel
             pixels[flip] = pixels[flip][:, :, ::-1]
-            return _standardise_channels(images, dataset)
+            return plain.train(images, draw)
 
-        return _plain(dataset)._replace(train=of_parts, crops=True)
+        return plain._replace(train=of_parts, crops=True)
     above, left = (min(pad, side * pad // 32) for side in (height, width))
-    colour = np.array([round(mean) for mean in dataset.channel_mean], np.uint8)[:, np.newaxis, np.newaxis]
-
-    def train(images: Images, draw: Floats) -> Floats:
-        padded = np.empty((len(images), channels, height + 2 * above, width + 2 * left), np.uint8)
-        if not mirrors_edges:
-            padded[:] = colour
-        padded[:, :, above : above + height, left : left + width] = images.transpose(TO_PLANES)
-        if mirrors_edges:  # np.pad's "reflect", in a tenth of its time
-            for i in range(above):
-                padded[:, :, above - 1 - i] = padded[:, :, above + 1 + i]
-                padded[:, :, above + height + i] = padded[:, :, above + height - 2 - i]
-            for i in range(left):
-                padded[..., left - 1 - i] = padded[..., left + 1 + i]
-                padded[..., left + width + i] = padded[..., left + width - 2 - i]
-        return _standardise_channels(_crop(padded, draw, flips(draw), (height, width)), dataset)
-
-    return _plain(dataset)._replace(train=train)
+    return plain._replace(train=_cropped((height, width), flips, plain.train, (above, left), colour))
 
 
 def _tutorial(dataset: Dataset) -> Transforms:
@@ -254,9 +246,8 @@ def _tutorial(dataset: Dataset) -> Transforms:
     size = max(1, height * 3 // 4), max(1, width * 3 // 4)
     top, left = (height - size[0]) // 2, (width - size[1]) // 2  # of the middle
 
-    def train(images: Images, draw: Floats) -> Floats:
-        cropped = _crop(images.transpose(TO_PLANES), draw, draw[:, 2] < 0.5, size)
-        return _standardise_each(cropped, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
+    def finish(images: Images, draw: Floats) -> Floats:
+        return _standardise_each(images, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
 
     def test(images: Images) -> Floats:
         return _standardise_each(images[:, top : top + size[0], left : left + size[1]])
@@ -268,4 +259,4 @@ def _tutorial(dataset: Dataset) -> Transforms:
         mean, deviation = (f(middle, axis=(1, 2, 3), keepdims=True) for f in (ops.mean, ops.std))
         return (middle - mean) / ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
 
-    return Transforms((*size, channels), train, test, portable)
+    return Transforms((*size, channels), _cropped(size, lambda draw: draw[:, 2] < 0.5, finish), test, portable)

@@ -7,52 +7,44 @@ ones first, then green, then blue, each a 32 x 32 plane row by row. The syntheti
 
 from __future__ import annotations
 
-import os
-import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hvd_cifar.data.dataset import Dataset, Examples
-from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, locked, searched
-from hvd_cifar.data.images import FileImages, RecordFile, channel_statistics
+from hvd_cifar.data.dataset import Dataset, Examples, FileImages, channel_statistics
+from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, have_made, searched
 from hvd_cifar.errors import UserError
 
 SIDE = 32  # pixels
 CHANNELS = 3
-SCRATCH = ".unfinished"
 CHUNK_BYTES = 1 << 16  # of a download
 TIMEOUT = (10.0, 60.0)  # seconds: to connect, and without a new byte
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One of the binary layouts.
+    """One of the binary layouts, a `source.Source`.
 
     Attributes:
         name: for `--dataset`; title: as its authors write it.
         folder: in the archive.
-        train_files, test_files: in the order of the examples.
-        train_records, test_records: number of records in each file.
-        label_bytes: at the start of a record; the last of them is the label.
-        classes: labels are 0 to classes - 1.
+        train, test: records by file, in the order of the examples.
+        label_bytes: at the start of a record; the last of them is the label, from 0 to classes - 1.
         names_file: in the folder, a class name in each line; it may be absent.
         archive: address of the archive; md5: its published checksum.
         channel_mean, channel_deviation: of the training images; None: computed when the set is read.
-        draw: (folder, onlooker) -> the folder, with files that it draws; None: they are in the archive.
+        draw: draws the files into a folder, and returns it; None: they are in the archive.
     """
 
     name: str
     title: str
     folder: str
-    train_files: tuple[str, ...]
-    test_files: tuple[str, ...]
-    train_records: int
-    test_records: int
+    train: Mapping[str, int]
+    test: Mapping[str, int]
     label_bytes: int
     classes: int
     names_file: str
@@ -65,12 +57,7 @@ class Layout:
     @property
     def files(self) -> tuple[str, ...]:
         """The files with the examples."""
-        return self.train_files + self.test_files
-
-    @property
-    def train_examples(self) -> int:
-        """The number of training examples."""
-        return len(self.train_files) * self.train_records
+        return (*self.train, *self.test)
 
     @property
     def record_bytes(self) -> int:
@@ -79,16 +66,13 @@ class Layout:
 
     def bytes_of(self, file: str) -> int:
         """The length of a file."""
-        return (self.test_records if file in self.test_files else self.train_records) * self.record_bytes
+        return {**self.train, **self.test}[file] * self.record_bytes
 
     def locate(self, data_dir: Path, _: Onlooker = NOBODY) -> Path | None:
         """The folder with the files: `data_dir` itself or its `folder`; None if neither has any of them.
 
         A set that lacks some files is damaged, not absent: `check` refuses it. Only CIFAR's files may be in `data_dir`
-        itself: the synthetic set's have the same names.
-
-        Raises:
-            UserError: where a folder cannot be searched.
+        itself: the synthetic set's have the same names. Raises UserError where a folder cannot be searched.
         """
         with searched(data_dir):
             for folder in (data_dir / self.folder,) if self.draw else (data_dir, data_dir / self.folder):
@@ -99,24 +83,16 @@ class Layout:
     def prepare(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
         """The folder of the files, their lengths checked; they are made where there are none.
 
-        Processes may call this together: one makes the files, in a folder that gets its name when it is complete.
-
-        Raises:
-            DownloadError: where the archive cannot be downloaded.
-            UserError: where the files are damaged, or cannot be made.
+        Raises DownloadError where the archive cannot be downloaded, UserError where the files are damaged or cannot be
+        made.
         """
-        found = self.locate(data_dir)
-        if found is None:
-            with locked(data_dir, onlooker):
-                found = self.locate(data_dir)  # another process may have made it while this one waited for the lock
-                if found is None:
-                    found, scratch = data_dir / self.folder, data_dir / SCRATCH
-                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process has left it
-                    scratch.mkdir()
-                    try:
-                        os.rename(self.draw(scratch, onlooker) if self.draw else fetch(self, scratch, onlooker), found)
-                    finally:
-                        shutil.rmtree(scratch, ignore_errors=True)
+
+        def make(scratch: Path) -> Path:
+            return self.draw(scratch, onlooker) if self.draw else fetch(self, scratch, onlooker)
+
+        place = data_dir / self.folder
+        have_made(place, lambda _: self.locate(data_dir) is not None, make, onlooker)
+        found = self.locate(data_dir) or place
         self.check(found)
         return found
 
@@ -138,12 +114,10 @@ class Layout:
     def read(self, folder: Path) -> Dataset:
         """Open the files, and read their labels.
 
-        Raises:
-            UserError: where a file is missing, unreadable, too short or too long, or has a wrong label; it names the
-                file.
+        Raises UserError, naming the file, where one is missing, unreadable, too short or long, or has a wrong label.
         """
         self.check(folder)
-        train, test = (self._read_part(folder, files) for files in (self.train_files, self.test_files))
+        train, test = (self._read_part(folder, files) for files in (self.train, self.test))
         mean, deviation = self.channel_mean, self.channel_deviation
         if mean is None or deviation is None:
             mean, deviation = channel_statistics(train.images)
@@ -153,18 +127,18 @@ class Layout:
         names = names if len(names) == self.classes else ()
         return Dataset(self.name, train, test, self.classes, mean, deviation, names)
 
-    def _read_part(self, folder: Path, files: Sequence[str]) -> Examples:
+    def _read_part(self, folder: Path, files: Mapping[str, int]) -> Examples:
         """A part of the set, its labels checked."""
-        records = [RecordFile(folder / name, self.bytes_of(name) // self.record_bytes) for name in files]
+        records = {folder / name: count for name, count in files.items()}
+        images = FileImages(records, (SIDE, SIDE, CHANNELS), self.label_bytes, planes=True)
         of_files = []
-        for file in records:
-            labels = np.fromfile(file.path, np.uint8).reshape(-1, self.record_bytes)[:, self.label_bytes - 1]
+        for path in records:
+            labels = np.fromfile(path, np.uint8).reshape(-1, self.record_bytes)[:, self.label_bytes - 1]
             wrong = np.flatnonzero(labels >= self.classes)
             if wrong.size:
                 label = f"the label of record {wrong[0]} is {labels[wrong[0]]}, not 0 to {self.classes - 1}"
-                raise self._damaged(folder, f"{file.path} is damaged: {label}")
+                raise self._damaged(folder, f"{path} is damaged: {label}")
             of_files.append(labels.astype(np.int32))
-        images = FileImages(records, (SIDE, SIDE, CHANNELS), self.label_bytes, planes=True)
         return Examples(images, np.concatenate(of_files))
 
 
@@ -173,15 +147,10 @@ class DownloadError(UserError):
 
 
 def fetch(layout: Layout, scratch: Path, onlooker: Onlooker) -> Path:
-    """Download the archive of a layout into the folder `scratch`, compare its checksum, and unpack it there.
+    """Download a layout's archive into the folder `scratch`, and unpack it there; returns the folder of its files.
 
-    Returns:
-        The folder with the binary files.
-
-    Raises:
-        DownloadError: it could not be downloaded, in three tries.
-        UserError: it is another file than its authors published, or lacks files.
-        OSError: `scratch` cannot be written.
+    Raises DownloadError where it cannot be downloaded, in three tries; UserError where it is another file than its
+    authors published, or lacks files; OSError where `scratch` cannot be written.
     """
     import pooch  # here: the peers of the benchmarks read CIFAR-10 with NumPy alone
 
@@ -222,10 +191,8 @@ CIFAR10 = Layout(
     name="cifar10",
     title="CIFAR-10",
     folder="cifar-10-batches-bin",
-    train_files=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-    test_files=("test_batch.bin",),
-    train_records=10_000,
-    test_records=10_000,
+    train={f"data_batch_{number}.bin": 10_000 for number in range(1, 6)},
+    test={"test_batch.bin": 10_000},
     label_bytes=1,
     classes=10,
     names_file="batches.meta.txt",
@@ -238,10 +205,8 @@ CIFAR100 = Layout(
     name="cifar100",
     title="CIFAR-100",
     folder="cifar-100-binary",
-    train_files=("train.bin",),
-    test_files=("test.bin",),
-    train_records=50_000,
-    test_records=10_000,
+    train={"train.bin": 50_000},
+    test={"test.bin": 10_000},
     label_bytes=2,  # the coarse label of 20, and the fine one of 100
     classes=100,
     names_file="fine_label_names.txt",

@@ -1,21 +1,33 @@
-"""What a data set is: images and labels by index, in a training and a test part."""
+"""What a data set is: images and labels by index, in a training and a test part; the images need not be in memory.
+
+Every rank of a host reads the operating system's one copy of a file. Files are read, not mapped: where a mapped file
+becomes shorter, the system ends the process without a word (SIGBUS).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.data.images import Gathered, Images, Selected, channel_statistics, chunks
-from hvd_cifar.data.sampler import held_out
+from hvd_cifar.data.sampler import held_out, spread
 from hvd_cifar.errors import UserError, printable
 
 UNNAMED = "arrays"  # the name of a set that was given none
+CHUNK_BYTES = 1 << 24  # of images that are read at a time
+MOST_MEASURED = 5000  # images that are read one at a time, for channel statistics
+
+# uint8 [n, height, width, channels]: a NumPy array, or an object that need not be in memory, with an array's dtype,
+# shape and length, and indexed by a slice or by int64 [b].
+Images = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +35,7 @@ class Examples:
     """Examples by index.
 
     Attributes:
-        images: uint8 [n, height, width, channels]; an array in memory, a `np.memmap`, or any `ImageArray`.
+        images: uint8 [n, height, width, channels]; an array in memory, a `np.memmap`, or an object that reads them.
         labels: int32 [n], the number of each example's class.
         numbers: int64 [n], each example's index in the data set's training part; None: it is its own index.
     """
@@ -123,9 +135,9 @@ class Dataset:
 
         Args:
             train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all
-                of one size. A NumPy array, an `ImageArray`, a tensor of TensorFlow or PyTorch, or an object whose item
-                i is image i, such as a source of grain or array_record. Its attribute `digest`, a text, stands for its
-                images where hosts and runs compare them; without it all are read for that.
+                of one size. A NumPy array, a tensor of TensorFlow or PyTorch, or an object whose item i is image i,
+                such as a source of grain or array_record. Its attribute `digest`, a text, stands for its images where
+                hosts and runs compare them; without it all are read for that.
             train_labels, test_labels: integers [n] or [n, 1] from 0 on.
             name: shown beside all results.
             class_names: of all classes, two or more, in order. Empty: there are as many classes as the largest label
@@ -194,3 +206,148 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
 
 def _size(images: Images) -> str:
     return " x ".join(map(str, images.shape[1:]))
+
+
+def opened(path: Path) -> io.FileIO:
+    """A file for `read_into`. Raises UserError where it cannot be opened."""
+    try:
+        return io.FileIO(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}: make it readable, or restore it") from None
+
+
+def read_into(buffer: NDArray[np.uint8], file: io.FileIO, start: int) -> None:
+    """Fill a buffer from byte `start` on. Raises UserError where the file has become shorter, or is unreadable."""
+    try:
+        got = os.preadv(file.fileno(), [buffer.data], start)
+    except OSError as error:
+        raise UserError(f"cannot read {file.name}: {error.strerror}: restore it, and start again") from None
+    if got != buffer.nbytes:
+        raise UserError(f"{file.name} has become shorter while it was read: restore it, and start again")
+
+
+class FileImages:
+    """The images of several files as one array, uint8 [n, height, width, channels]; indexing it reads the files."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(
+        self, files: Mapping[Path, int], size: tuple[int, int, int], label_bytes: int = 0, planes: bool = False
+    ) -> None:
+        """Of each file so many records: `label_bytes`, then pixels of `size`; `planes`: channel after channel."""
+        self.files, self.label_bytes, self.planes = [opened(path) for path in files], label_bytes, planes
+        counts = list(files.values())
+        self._ends = np.cumsum(counts)  # of the files, in records
+        self._begins = self._ends - counts
+        self.shape = (sum(counts), *size)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+        """A copy [b, height, width, channels] of the images of a slice, or of indices [b] from 0 on, in their order.
+
+        Its memory keeps the order of the files, such as a plane for each channel: to reorder it takes longer than to
+        read it. Errors as `read_into`.
+        """
+        count, height, width, channels = self.shape
+        indices = np.arange(count)[index] if isinstance(index, slice) else np.asarray(index)
+        records = np.empty((len(indices), self.label_bytes + height * width * channels), np.uint8)
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        within = indices - self._begins[numbers]
+        for record, number, place in zip(records, numbers.tolist(), within.tolist(), strict=True):
+            read_into(record, self.files[number], place * records.shape[1])
+        pixels = records[:, self.label_bytes :]
+        if self.planes:
+            return pixels.reshape(-1, channels, height, width).transpose(0, 2, 3, 1)
+        return pixels.reshape(-1, height, width, channels)
+
+
+@dataclass(eq=False)
+class Selected:
+    """Images by their `index` int64 [n] among other `images`."""
+
+    images: Images
+    index: NDArray[np.int64]
+    dtype: Any = np.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[n, height, width, channels]."""
+        return (len(self.index), *self.images.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        return self.images[self.index[index]]
+
+    @property
+    def digest(self) -> str:
+        """Of what is selected from images that have a digest; "" where they have none."""
+        whole = getattr(self.images, "digest", "")
+        return whole and hashlib.sha256(whole.encode() + self.index.tobytes()).hexdigest()
+
+    @property
+    def crops(self) -> Callable[[NDArray[np.int64], Any], NDArray[np.uint8]] | None:
+        """As `pictures.Pictures.crops`; None where the images have none."""
+        crops = getattr(self.images, "crops", None)
+        return crops and (lambda index, draws: crops(self.index[index], draws))
+
+
+class Gathered:
+    """Images that are read one at a time from a `source`, such as a random-access source of grain or array_record.
+
+    `source[i]` is an image uint8 [height, width, channels] or [height, width]; its `digest` stands for all.
+    """
+
+    dtype: Any = np.dtype(np.uint8)
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.digest = source, str(getattr(source, "digest", ""))
+        self.shape: tuple[int, ...] = (0, 0, 0, 0)
+        if len(source):
+            self.shape = (len(source), *self._one(0).shape)
+
+    def _one(self, number: int) -> NDArray[np.uint8]:
+        image = np.asarray(self.source[number])
+        image = image[..., np.newaxis] if image.ndim == 2 else image
+        first = self.shape[1:] if self.shape[0] else image.shape
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape != first:
+            raise UserError(
+                f"image {number} of a {type(self.source).__name__} is {image.dtype} of shape {list(image.shape)}, and "
+                f"the first one's is {list(first)}: give each as uint8 [height, width, channels], all of one size"
+            )
+        return image
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        return np.stack([self._one(number) for number in np.arange(len(self))[index].tolist()])
+
+
+def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
+    """The images in order, some megabytes at a time: all of them may not fit into memory."""
+    count = max(1, CHUNK_BYTES // max(1, int(np.prod(images.shape[1:]))))
+    for first in range(0, len(images), count):
+        yield images[first : first + count]
+
+
+def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel over all pixels; a channel without deviation gets 1.
+
+    They are those of `MOST_MEASURED` images, evenly spaced, where each has to be read or decoded alone.
+    """
+    whole = images.images if isinstance(images, Selected) else images
+    if getattr(whole, "digest", None) is not None and len(images) > MOST_MEASURED:
+        images = Selected(images, spread(MOST_MEASURED, len(images)))
+    sums = np.zeros((2, images.shape[-1]), np.int64)  # integers: exact, in any order
+    for chunk in chunks(images):
+        for channel in range(images.shape[-1]):
+            counts = np.bincount(chunk[..., channel].ravel(), minlength=256)
+            sums[:, channel] += counts @ np.arange(256), counts @ np.arange(256) ** 2
+    pixels = int(np.prod(images.shape[:-1]))
+    mean = sums[0] / pixels
+    deviation = np.sqrt(np.maximum(sums[1] / pixels - np.square(mean), 0.0))
+    return tuple(mean.tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())

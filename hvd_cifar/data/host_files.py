@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import PART
 
 LOCK = ".lock"
 SECONDS_BETWEEN_LINES = 5.0  # of progress, and of waiting for a lock
@@ -24,17 +27,11 @@ def _ignore(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Onlooker:
-    """Who waits for files that are made.
+    """Who waits for files that are made."""
 
-    Attributes:
-        is_told: called after each piece of work; a watchdog does not take a long download for a hang then.
-        is_warned: called with one line about the data that the user may not expect.
-        is_shown: called with a line about the progress of long work.
-    """
-
-    is_told: Callable[[], Any] = _ignore
-    is_warned: Callable[[str], Any] = _ignore
-    is_shown: Callable[[str], Any] = _ignore
+    is_told: Callable[[], Any] = _ignore  # after each piece of work: no watchdog takes a long download for a hang
+    is_warned: Callable[[str], Any] = _ignore  # with one line about the data that the user may not expect
+    is_shown: Callable[[str], Any] = _ignore  # with a line about the progress of long work
 
 
 NOBODY = Onlooker()
@@ -68,28 +65,32 @@ class Progress:
         """Nothing more comes."""
 
 
-@contextmanager
-def locked(folder: Path, onlooker: Onlooker = NOBODY) -> Iterator[None]:
-    """Hold the host's lock on a folder, which is made if it is absent.
+def have_made(
+    place: Path, is_there: Callable[[Path], bool], make: Callable[[Path], Path], onlooker: Onlooker = NOBODY
+) -> None:
+    """Make the folder `place` unless it is there, whole or not at all. Processes may call this together: one makes it.
 
-    A process that has waited for the lock must look whether the work is already done. The system releases the lock of a
-    process that dies. While another process holds it, the onlooker is told so.
-
-    Raises:
-        UserError: as `written`.
+    `make` makes it within an empty folder, and returns where. Raises UserError as `written`, and of `make`.
     """
-    with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
+    if is_there(place):
+        return
+    with written(place.parent):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(place.parent / LOCK)  # the system releases it where its process dies
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=SECONDS_BETWEEN_LINES)
             except Timeout:
                 onlooker.is_told()
-                onlooker.is_shown(f"waiting for another process, which makes files in {folder}")
+                onlooker.is_shown(f"waiting for another process, which makes files in {place.parent}")
+        part = place.with_name(f".{place.name}{PART}")
         try:
-            yield
+            if not is_there(place):  # another process may have made it while this one waited
+                shutil.rmtree(part, ignore_errors=True)  # a killed process has left it
+                part.mkdir()
+                os.rename(make(part), place)
         finally:
+            shutil.rmtree(part, ignore_errors=True)
             lock.release()
 
 

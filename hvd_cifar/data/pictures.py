@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from hvd_cifar.data.images import RecordFile
+from hvd_cifar.data.dataset import opened, read_into
 from hvd_cifar.errors import UserError, reason_of
 
 EXTENSIONS = (
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def _image(path: Path) -> Iterator[Image.Image]:
     """An image file. Raises Unusable where it cannot be opened, or read in the `with` block."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -78,7 +78,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 def head(path: Path) -> Head | None:
     """What the head of a file says, without its pixels; None where it cannot be read: `decode` says why."""
     try:
-        with _opened(path) as image:
+        with _image(path) as image:
             return Head(_upright_size(image), image.mode in (*GREY_MODES, *DEEP_MODES))
     except UserError:
         return None
@@ -92,19 +92,14 @@ def _upright_size(image: Image.Image) -> Size:
 
 
 def decode(path: Path, channels: int, image_size: Size | None = None) -> Pixels:
-    """The pixels of any image that Pillow reads, uint8 [height, width, channels], upright.
+    """The pixels of any image that Pillow reads, uint8 [height, width, channels], upright, scaled for `image_size`.
 
-    Args:
-        channels: 1: grey, or 3: red, green and blue. Transparency is left out.
-        image_size: what the net sees: the image is scaled for it. None: the image as it is.
-
-    Raises:
-        UserError: where it cannot be read, or has more than 16 bits a channel.
+    `channels` is 1 for grey, or 3; transparency is left out. Raises Unusable where the image cannot be read, or has
+    more than 16 bits a channel.
     """
-    with _opened(path) as image:
+    with _image(path) as image:
         reduced = _reduce(image, image_size) if image_size and image.format in ("JPEG", "MPO") else None
-        upright = ImageOps.exif_transpose(image)
-        plain = _of_8_bits(upright, path).convert("L" if channels == 1 else "RGB")
+        plain = _of_8_bits(ImageOps.exif_transpose(image), path).convert("L" if channels == 1 else "RGB")
         if image_size:
             whole, factor = reduced or ((plain.height, plain.width), 1)
             rows, columns = scaled(whole, with_margin(image_size))
@@ -142,8 +137,8 @@ def with_margin(image_size: Size) -> Size:
 def scaled(whole: Size, part: Size) -> tuple[Span, Span]:
     """The rows and columns of an image of size `whole`, scaled so that its largest middle part has the size `part`.
 
-    The part is cut at whole pixels, and the rest follows its grid. So a program that cuts the part and resizes it, as
-    an exported net does, gets the same pixels. As many pixels are kept before the part as after it.
+    The part is cut at whole pixels, and the rest follows its grid: a program that cuts the part and resizes it, as an
+    exported net does, gets the same pixels. As many pixels are kept before the part as after it.
     """
     height, width = whole
     rows = max(1, min(height, width * part[0] // part[1]))
@@ -156,12 +151,6 @@ def scaled(whole: Size, part: Size) -> tuple[Span, Span]:
         return Span(count + 2 * margin, low, min(float(side), low + (count + 2 * margin) * step))
 
     return span(height, rows, part[0]), span(width, columns, part[1])
-
-
-def scaled_bytes(size: Size, image_size: Size, channels: int) -> int:
-    """The memory of a scaled image."""
-    rows, columns = scaled(size, with_margin(image_size))
-    return rows.length * columns.length * channels
 
 
 def read_image(path: Path, channels: int, image_size: Size | None = None) -> Pixels:
@@ -177,40 +166,34 @@ def middle(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8
 
 
 class Pictures:
-    """Images of many sizes in one file, as an array of images of one size: the middle of each.
+    """Images of `sizes` [n, 2] in one file, one after the other, as an array of images of one `size`: their middle.
 
-    Attributes:
-        size: (height, width, channels) of the middle.
-        sizes: int [n, 2], height and width of each whole image.
-        digest: of the file, by which hosts and runs compare it: reading it for that would take minutes.
+    `digest` is the file's, by which hosts and runs compare it: reading it for that would take minutes.
     """
 
     dtype = np.dtype(np.uint8)
 
     def __init__(self, file: Path, sizes: NDArray[np.integer[Any]], size: tuple[int, int, int], digest: str) -> None:
-        """Open the file, which has one image after the other. Raises UserError where it cannot be opened."""
-        self.sizes, self.size, self.digest = sizes, size, digest
-        self._file = RecordFile(file, len(sizes))
+        self.sizes, self.size, self.digest, self._file = sizes, size, digest, opened(file)
         self.ends = np.cumsum(sizes.astype(np.int64).prod(axis=1) * size[2])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[n, height, width, channels], of the middle."""
+        """Of the middle."""
         return len(self), *self.size
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def rows(self, number: int, top: int = 0, count: int | None = None) -> NDArray[np.uint8]:
-        """Rows of a whole image, all by default, uint8 [count, width, channels]; errors as `RecordFile.read_into`."""
+        """Rows of a whole image, all by default, uint8 [count, width, channels]; errors as `read_into`."""
         height, width = self.sizes[number].tolist()
         pixels = np.empty((height if count is None else count, width, self.size[2]), np.uint8)
-        row_bytes = width * self.size[2]
-        self._file.read_into(pixels, int(self.ends[number]) - (height - top) * row_bytes)
+        read_into(pixels, self._file, int(self.ends[number]) - (height - top) * width * self.size[2])
         return pixels
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The middle of each image of a slice, or of indices [b], uint8 [b, *size]; errors as `rows`."""
+        """The middle of each image of a slice, or of indices [b], uint8 [b, *size]."""
         numbers = np.arange(len(self))[index]
         images = np.empty((len(numbers), *self.size), np.uint8)
         for image, number in zip(images, numbers.tolist(), strict=True):
@@ -218,11 +201,7 @@ class Pictures:
         return images
 
     def crops(self, index: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """A random part of each image of indices [b], resized to uint8 [b, *size]; errors as `rows`.
-
-        Args:
-            draws: uniform in [0, 1), float32 [b, CROP_DRAWS].
-        """
+        """A random part of each image of indices [b], resized to uint8 [b, *size], by `draws` as for `crop_boxes`."""
         images = np.empty((len(index), *self.size), np.uint8)
         boxes = crop_boxes(self.sizes[index], self.size[:2], draws)
         for image, number, (top, left, height, width) in zip(images, index.tolist(), boxes.tolist(), strict=True):
@@ -234,19 +213,15 @@ class Pictures:
 
 
 def crop_boxes(sizes: NDArray[np.integer[Any]], size: tuple[int, int], draws: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Random parts of images: 8% to 100% of the pixels, 3/4 to 4/3 of the proportions of `size`.
+    """Random parts of images, 8% to 100% of the pixels, 3/4 to 4/3 of the proportions of `size`.
 
     The first of some attempts that fits into the image is taken, or else the largest square part in the middle. Only
     operations that IEEE 754 rounds correctly are used: every machine cuts the same parts.
 
     Source: Szegedy et al. 2015, "Going deeper with convolutions", section 6.
 
-    Args:
-        sizes: [b, 2], height and width of each image.
-        draws: uniform in [0, 1), float32 [b, CROP_DRAWS].
-
-    Returns:
-        int64 [b, 4]: top, left, height and width of each part.
+    Of images of `sizes` [b, 2] and `draws`, uniform in [0, 1), float32 [b, CROP_DRAWS]: top, left, height and width of
+    each part, int64 [b, 4].
     """
     sizes, draw = sizes.astype(np.int64), draws.astype(np.float64)
     area = sizes.prod(axis=1)[:, None] * (0.08 + 0.92 * draw[:, :ATTEMPTS])

@@ -17,7 +17,7 @@ Source = Layout | Folder  # both have a name, `files`, `locate`, `prepare` and `
 
 
 def source_of(settings: DataSettings, name: str = "") -> Source:
-    """The built-in set that the settings name, or that of another `name`. "auto" is CIFAR-10 here."""
+    """The set that the settings name, or that of another `name`. "auto" is CIFAR-10 here."""
     name = name or settings.dataset
     if name.startswith(FOLDER_DATASET):
         return Folder(Path(name.removeprefix(FOLDER_DATASET)), settings.image_size, settings.max_unreadable)
@@ -29,11 +29,8 @@ def prepare(settings: DataSettings, onlooker: Onlooker = NOBODY) -> tuple[Source
     """Find or make the files of the set that the settings name on this host; processes may call this together.
 
     Under "auto" it is CIFAR-10, and the synthetic set where CIFAR-10 is neither in the data folder nor downloadable;
-    the onlooker is warned of that.
-
-    Raises:
-        UserError: where the files can be neither found nor made. Damaged files and a wrong checksum are errors under
-            "auto" also: a run must not train on other data than the user meant.
+    the onlooker is warned of that. Damaged files and a wrong checksum are errors under "auto" also: a run must not
+    train on other data than the user meant.
     """
     source = source_of(settings)
     try:

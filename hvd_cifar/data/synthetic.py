@@ -23,13 +23,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data.cifar import CHANNELS, CIFAR10, SIDE
-from hvd_cifar.data.host_files import NOBODY, Onlooker
+from hvd_cifar.data.host_files import Onlooker
 
 Floats = NDArray[np.floating[Any]]  # float32 throughout
 
 IMAGES_AT_ONCE = 500  # fits a core's cache. Another number would draw other images: it orders the random bits.
-STROKES_BEHIND = 6
-STROKES_ACROSS = 1
+STROKES_BEHIND, STROKES_ACROSS = 6, 1
+
+
+def _radius(u: Floats, v: Floats) -> Floats:
+    return np.sqrt(u * u + v * v)
+
+
+def _box(u: Floats, v: Floats) -> Floats:
+    return np.maximum(np.abs(u), np.abs(v))
+
+
+def _three(w: Floats) -> Floats:
+    """Three strips across the axis of w."""
+    return np.minimum(np.abs(w), np.abs(np.abs(w) - 0.715)) - 0.185
+
 
 # Each figure as its signed distance (negative inside) from coordinates u (right) and v (down). All have the area 2.
 FIGURES: dict[str, Callable[[Floats, Floats], Floats]] = {
@@ -46,26 +59,10 @@ FIGURES: dict[str, Callable[[Floats, Floats], Floats]] = {
 }
 
 
-def _radius(u: Floats, v: Floats) -> Floats:
-    return np.sqrt(u * u + v * v)
-
-
-def _box(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u), np.abs(v))
-
-
-def _three(w: Floats) -> Floats:
-    """Three strips across the axis of w."""
-    return np.minimum(np.abs(w), np.abs(np.abs(w) - 0.715)) - 0.185
-
-
-def draw(folder: Path, onlooker: Onlooker = NOBODY) -> Path:
+def draw(folder: Path, onlooker: Onlooker) -> Path:
     """Draw the set into a folder, in seconds, and return the folder. Every machine draws the same bytes.
 
     It holds 50,000 + 1,000 examples, each class equally often in every file, and a file with the names of the classes.
-
-    Raises:
-        OSError: where the folder cannot be written.
     """
     for number, name in enumerate(LAYOUT.files):
         (folder / name).write_bytes(draw_file(number).data)
@@ -77,7 +74,12 @@ def draw(folder: Path, onlooker: Onlooker = NOBODY) -> Path:
 # Under this folder's name the images never change: a test compares their checksum.
 # Its accuracies say nothing about CIFAR-10, so a small test set is enough.
 LAYOUT = replace(
-    CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v2", test_records=1000, draw=draw
+    CIFAR10,
+    name="synthetic",
+    title="the synthetic set",
+    folder="synthetic-v2",
+    test={"test_batch.bin": 1000},
+    draw=draw,
 )
 
 

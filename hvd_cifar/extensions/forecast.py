@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_cifar.data.image_sizes import ImageSizes
+from hvd_cifar.optim.schedules import ImageSizes
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:

@@ -18,10 +18,7 @@ LEAST_CHANNELS = 16
 
 @functools.cache
 def operations() -> Any:
-    """The library's operations; None where it was not compiled, or the processor has neither AVX2 nor AVX-512.
-
-    The library reads `HVD_CIFAR_VECTORS` (512, 256 or 0 bits), which limits the vector width; 0 disables the kernels.
-    """
+    """The library's operations; None where it was not compiled, or may use neither AVX2 nor AVX-512."""
     path = Path(sys.prefix) / LIBRARY
     if not path.exists():
         return None
@@ -40,10 +37,7 @@ def about() -> str:
 
 
 def sums_bfloat16() -> bool:
-    """Whether these kernels compute bfloat16: the processor has its dot products (AVX512-BF16), but no tiles (AMX).
-
-    With tiles oneDNN is faster.
-    """
+    """Whether these kernels compute bfloat16: by AVX512-BF16, unless there is AMX, with which oneDNN is faster."""
     return bool(told("dots")) and not told("tiles")
 
 
@@ -63,19 +57,12 @@ def told(question: str) -> int:
 
 
 def convolve(images: Any, kernel: Any) -> Any:
-    """Convolution of stride 1 with zero padding: `tf.nn.conv2d` up to rounding.
+    """Convolution of stride 1 with zero padding: [b, h, w, c] with [r, r, c, f] -> [b, h, w, f], as `tf.nn.conv2d`.
 
     Sums are float32. The errors of float32 are about twice those of `tf.nn.conv2d`; a bfloat16 output's error is 1.2%
     of the outputs' typical size, since the products' operands are also rounded. An infinity or NaN spreads over the
     outputs of each tile that reads it (4 x 4 or 3 x 3, or 2 x 2 for 5 x 5 kernels). Results depend neither on the
     number of threads nor on the rest of the batch.
-
-    Args:
-        images: float32 or bfloat16 [b, h, w, c].
-        kernel: of the same type, [3, 3, c, f], or [5, 5, c, f] in bfloat16.
-
-    Returns:
-        [b, h, w, f].
     """
     made, taps = operations(), kernel.shape[0]
 

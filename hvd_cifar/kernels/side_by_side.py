@@ -18,12 +18,7 @@ MOST_PIXELS = 12  # in a row; longer rows lose more to the copies than they gain
 def convolve(images: Any, kernel: Any) -> Any:
     """`tf.nn.conv2d` of stride 1 with zero padding, whose kernel's gradient is summed over images side by side.
 
-    Args:
-        images: float [b, h, w, c]; h and w are static.
-        kernel: of the same type, [r, r, c, f], r odd.
-
-    Returns:
-        [b, h, w, f].
+    [b, h, w, c] with [r, r, c, f] -> [b, h, w, f]; h and w are static, r is odd.
     """
 
     @tf.custom_gradient
@@ -40,12 +35,7 @@ def convolve(images: Any, kernel: Any) -> Any:
 
 
 def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
-    """The gradient of a kernel of `shape` [r, r, c, f].
-
-    Args:
-        images: float [b, h, w, c].
-        upstream: of the same type, [b, h, w, f].
-    """
+    """The gradient of a kernel of `shape` [r, r, c, f], for images [b, h, w, c] and gradients [b, h, w, f]."""
     # The gradient that comes from a global max pooling has no static image size.
     upstream = tf.ensure_shape(upstream, [None, *images.shape[1:3], shape[3]])
     gap = shape[1] // 2
@@ -60,15 +50,11 @@ def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
 
 
 def in_rows(images: Any, count: int, gap: int) -> Any:
-    """[b, h, w, c] -> [b / count, h, count * w + (count - 1) * gap, c], rounded up: `gap` columns of zeros between two.
-
-    Where `count` does not divide the batch, the last row ends with images of zeros.
-    """
-    if count == 1:
-        return images
+    """[b, h, w, c] -> [b / count, h, count * w + (count - 1) * gap, c], rounded up; `gap` columns of zeros between."""
     batch = tf.shape(images)[0]
     rows = -(-batch // count)
     missing = rows * count - batch
+    # The last row ends with images of zeros.
     whole = tf.cond(missing > 0, lambda: tf.pad(images, [[0, missing], [0, 0], [0, 0], [0, 0]]), lambda: images)
     between = tf.zeros([rows, images.shape[1], gap, images.shape[3]], images.dtype)
     parts = [part for image in tf.split(whole, count) for part in (image, between)]

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+TAPS = 5  # of a kernel's side
 TILE = 4  # outputs of a tile's side; rounding errors grow with it
 # Evaluation points with small rounding errors (Barabasz et al. 2018); infinity is the last one.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0, -0.5)
@@ -30,32 +31,26 @@ class Transforms(NamedTuple):
     """Transform matrices: y = outputs ((kernel g) * (inputs d))."""
 
     inputs: NDArray[np.float64]  # B [points * tiles, side]
-    kernel: NDArray[np.float64]  # G [points, taps]
+    kernel: NDArray[np.float64]  # G [points, TAPS]
     outputs: NDArray[np.float64]  # A [side, points * tiles]
 
 
 def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether `convolve` computes a kernel of `shape` [r, r, c, f] on such images, and is faster than TensorFlow."""
-    if dtype not in ("float32", "float64") or tuple(shape[:2]) != (5, 5) or math.prod(shape) < LEAST_WEIGHTS:
+    if dtype not in ("float32", "float64") or tuple(shape[:2]) != (TAPS, TAPS) or math.prod(shape) < LEAST_WEIGHTS:
         return False
     return all(side % TILE == 0 and side <= MOST_PIXELS for side in (height, width))
 
 
 def convolve(images: Any, kernel: Any) -> Any:
-    """Convolution of stride 1 with zero padding: `tf.nn.conv2d` up to rounding.
+    """Convolution of stride 1 with zero padding: [b, h, w, c] with [r, r, c, f] -> [b, h, w, f], as `tf.nn.conv2d`.
 
-    Args:
-        images: float [b, h, w, c]; h and w are static multiples of `TILE`.
-        kernel: of the same type, [r, r, c, f], where r is 3 or 5.
-
-    Returns:
-        [b, h, w, f].
+    h and w are static multiples of `TILE`; r is 5.
     """
     _, height, width, channels = images.shape
-    taps = kernel.shape[0]
-    rows, columns = transforms(height, taps), transforms(width, taps)
+    rows, columns = transforms(height), transforms(width)
     both = tf.constant(np.kron(rows.kernel, columns.kernel), images.dtype)
-    weights = tf.reshape(tf.matmul(both, tf.reshape(kernel, [taps**2, -1])), [-1, channels, kernel.shape[3]])
+    weights = tf.reshape(tf.matmul(both, tf.reshape(kernel, [TAPS**2, -1])), [-1, channels, kernel.shape[3]])
     bounds = tf.shape(images)[0] * np.arange(PARTS + 1) // PARTS
     parts = tf.split(images, bounds[1:] - bounds[:-1], num=PARTS)
     return tf.concat([_convolve(part, weights, rows, columns) for part in parts], axis=0)
@@ -86,30 +81,21 @@ def _swapped(values: Any, first: int, second: int, third: int) -> Any:
 
 
 @functools.cache
-def transforms(side: int, taps: int) -> Transforms:
-    """The transforms of a line of `side` pixels: a tile's, at each tile's place, without the factors of padding."""
-    tile = of_tile(taps)
-    places, tiles = len(tile.inputs), side // TILE
-    inputs, outputs = np.zeros((places, tiles, side + taps - 1)), np.zeros((side, places, tiles))
+def transforms(side: int) -> Transforms:
+    """Those of a line of `side` pixels: the Toom-Cook algorithm, transposed, at each tile's place."""
+    places, tiles = len(POINTS) + 1, side // TILE
+    reads, kernel, writes = np.zeros((places, places)), np.zeros((places, TAPS)), np.zeros((TILE, places))  # of a tile
+    for i, point in enumerate(POINTS):
+        others = [other for other in POINTS if other != point]
+        reads[i, :-1] = np.poly(others)[::-1]
+        kernel[i] = point ** np.arange(TAPS) / np.prod(np.subtract(point, others))
+        writes[:, i] = point ** np.arange(TILE)
+    reads[-1] = np.poly(POINTS)[::-1]
+    kernel[-1, -1] = writes[-1, -1] = 1.0
+    scale = 2.0 ** np.round(np.log2(np.abs(reads).max(axis=1, keepdims=True)))
+    inputs, outputs = np.zeros((places, tiles, side + TAPS - 1)), np.zeros((side, places, tiles))
     for i in range(tiles):
-        inputs[:, i, i * TILE : i * TILE + places] = tile.inputs
-        outputs[i * TILE : (i + 1) * TILE, :, i] = tile.outputs
-    inputs = inputs[:, :, taps // 2 : taps // 2 + side]
-    return Transforms(inputs.reshape(-1, side), tile.kernel, outputs.reshape(side, -1))
-
-
-@functools.cache
-def of_tile(taps: int) -> Transforms:
-    """The transforms of one tile, which reads `TILE + taps - 1` inputs: the Toom-Cook algorithm, transposed."""
-    points = POINTS[: TILE + taps - 2]
-    places = len(points) + 1
-    made = Transforms(np.zeros((places, places)), np.zeros((places, taps)), np.zeros((TILE, places)))
-    for i, point in enumerate(points):
-        others = [other for other in points if other != point]
-        made.inputs[i, :-1] = np.poly(others)[::-1]
-        made.kernel[i] = point ** np.arange(taps) / np.prod(np.subtract(point, others))
-        made.outputs[:, i] = point ** np.arange(TILE)
-    made.inputs[-1] = np.poly(points)[::-1]
-    made.kernel[-1, -1] = made.outputs[-1, -1] = 1.0
-    scale = 2.0 ** np.round(np.log2(np.abs(made.inputs).max(axis=1, keepdims=True)))
-    return Transforms(made.inputs / scale, made.kernel * scale, made.outputs)
+        inputs[:, i, i * TILE : i * TILE + places] = reads / scale
+        outputs[i * TILE : (i + 1) * TILE, :, i] = writes
+    inputs = inputs[:, :, TAPS // 2 : TAPS // 2 + side]  # without the factors of padding
+    return Transforms(inputs.reshape(-1, side), kernel * scale, outputs.reshape(side, -1))

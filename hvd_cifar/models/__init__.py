@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,21 +20,15 @@ from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.recipe import Recipe
 
-Build = Callable[[tuple[int, int, int], int], Any]
+AT_ONCE = 500  # images that go through a net while its layers learn from them
 
 
 @dataclass(frozen=True)
 class Model:
-    """A net by its name: how it is built, and its recipe.
-
-    Attributes:
-        name: for messages and records.
-        build: see the module.
-        recipe: None until `with_recipe` has called `build`.
-    """
+    """A net by its name, with its function `build`; `recipe` is None until `with_recipe` has called this."""
 
     name: str
-    build: Build
+    build: Callable[[tuple[int, int, int], int], Any]
     recipe: Recipe | None = None
 
 
@@ -51,41 +45,30 @@ class Net:
         return sum(math.prod(v.shape) for v in self.model.trainable_variables)
 
 
-AT_ONCE = 500  # images that go through a net while its layers learn from them
-
 BUILT_IN = {
     "fast": Model("fast", fast.build, fast.RECIPE),
     "tutorial": Model("tutorial", tutorial.build, tutorial.RECIPE),
-    "resnet20": Model("resnet20", partial(resnet.build, depth=20), resnet.RECIPE),
-    "resnet32": Model("resnet32", partial(resnet.build, depth=32), resnet.RECIPE),
-    "resnet56": Model("resnet56", partial(resnet.build, depth=56), resnet.RECIPE),
+    **{
+        f"resnet{depth}": Model(f"resnet{depth}", partial(resnet.build, depth=depth), resnet.RECIPE)
+        for depth in (20, 32, 56)
+    },
 }
 
 
 def with_recipe(model: Model, image_shape: tuple[int, int, int], classes: int) -> Model:
-    """The model with its recipe. A user's function returns it with a net, which is discarded.
+    """The model with its recipe, which comes before the net, since it names the precision that the net is built in.
 
-    The recipe comes before the net, since it names the precision that the net is built in.
-
-    Raises:
-        UserError: where `build` fails or returns no model.
+    A user's function returns it with a net, which is discarded. Raises UserError where it fails or returns no model.
     """
     if model.recipe is not None:
         return model
-    _, recipe = _built(model, image_shape, classes)
-    return Model(model.name, model.build, recipe or Recipe())
+    return replace(model, recipe=_built(model, image_shape, classes)[1] or Recipe())
 
 
 def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
-    """A freshly initialised net in the precision of Keras's global dtype policy.
+    """A freshly initialised net, of a model with its recipe, in the precision of Keras's global dtype policy.
 
-    Args:
-        model: with its recipe.
-        image_shape: height, width and channels of what the net sees.
-        classes: number of logits.
-
-    Raises:
-        UserError: where `build` fails, or what it returns does not make logits from such images.
+    Raises UserError where `build` fails, or what it returns does not make logits from such images.
     """
     made, _ = _built(model, image_shape, classes)
     decayed = (model.recipe or Recipe()).decayed
@@ -96,14 +79,11 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
     """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
 
     A `keras.layers.Normalization` that has learnt already, or was given a mean, stays as it is. One behind other layers
-    of the net learns from what these make of the images.
+    of the net learns from what these make of the images; UserError where it is a layer of a model within the net.
 
     Args:
         images: called if there are such layers. Returns float [n, height, width, channels], some thousands of training
             images as the net sees test images.
-
-    Raises:
-        UserError: where a Normalization that has to learn is a layer of a model within the net.
     """
     layers = [layer for layer in net.model._flatten_layers(include_self=False) if callable(getattr(layer, "adapt", 0))]
     learning = [layer for layer in layers if not (isinstance(layer, keras.layers.Normalization) and _has_learnt(layer))]
@@ -113,14 +93,10 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
 
 
 def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> Any:
-    """What a layer gets for images: float [n, ...], in float32 or better.
-
-    Raises:
-        UserError: where the model's graph does not show it.
-    """
+    """What a layer gets for images: float [n, ...], in float32 or better."""
     try:
         before = keras.Model(model.inputs[0], layer.input)
-    except (AttributeError, IndexError, TypeError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):  # the model's graph does not show it
         raise UserError(
             f"the layer {layer.name} learns from images, and is in a part of the net: give it mean and variance"
         ) from None
@@ -136,42 +112,8 @@ def _has_learnt(layer: keras.layers.Normalization) -> bool:
     return layer.built and bool(keras.ops.any(layer.adapt_mean != 0) or keras.ops.any(layer.adapt_variance != 1))
 
 
-def _ends_in_probabilities(model: keras.Model) -> str:
-    """The name of a last layer that ends in softmax or sigmoid; "" where there is none, or the last layer is unknown.
-
-    The loss applies softmax to logits. On probabilities it would train badly, without an error.
-    """
-    last: Any = model
-    while isinstance(last, keras.Model):
-        outputs = getattr(last, "outputs", None) or []  # a subclass of Model has none
-        last = outputs[0]._keras_history.operation if len(outputs) == 1 else None
-    activation = getattr(last, "activation", None)
-    named = (
-        isinstance(last, keras.layers.Softmax)
-        or activation in (keras.activations.softmax, keras.activations.sigmoid)
-        or type(last).__name__ in ("Softmax", "Sigmoid")  # operations of keras.ops
-    )
-    return str(last.name) if named else ""
-
-
-def _refuse_fixed_batch(model: keras.Model, where: str) -> None:
-    """UserError where a net takes batches of one size only, or keeps a state from one batch to the next."""
-    if (shapes := keras.tree.flatten_with_path(getattr(model, "input_shape", None) or ())) and shapes[0][1] is not None:
-        raise UserError(
-            f"{where}: its keras.Input has a batch of {shapes[0][1]}; batches have several sizes: give "
-            "keras.Input(image_shape) without batch_size and batch_shape"
-        )
-    for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False) is True:
-            raise UserError(
-                f"{where}: its layer {layer.name} keeps a state from batch to batch, which no other batch can use; "
-                "leave stateful=True out"
-            )
-
-
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
-    where = f"--model {model.name}"
-    recipe = None
+    where, recipe = f"--model {model.name}", None
     try:
         made = model.build(image_shape, classes)
         if isinstance(made, tuple) and len(made) == 2:
@@ -194,3 +136,34 @@ def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tup
     if not made.trainable_variables:
         raise UserError(f"{where}: has no trainable variables; return a model that can be trained")
     return made, recipe
+
+
+def _refuse_fixed_batch(model: keras.Model, where: str) -> None:
+    """UserError where a net takes batches of one size only, or keeps a state from one batch to the next."""
+    if (shapes := keras.tree.flatten_with_path(getattr(model, "input_shape", None) or ())) and shapes[0][1] is not None:
+        raise UserError(
+            f"{where}: its keras.Input has a batch of {shapes[0][1]}; batches have several sizes: give "
+            "keras.Input(image_shape) without batch_size and batch_shape"
+        )
+    if stateful := [one.name for one in model._flatten_layers() if getattr(one, "stateful", False) is True]:
+        raise UserError(
+            f"{where}: its layer {stateful[0]} keeps a state from batch to batch, which no other batch can use; leave "
+            "stateful=True out"
+        )
+
+
+def _ends_in_probabilities(model: keras.Model) -> str:
+    """The name of a last layer that ends in softmax or sigmoid; "" where there is none, or the last layer is unknown.
+
+    The loss applies softmax to logits. On probabilities it would train badly, without an error.
+    """
+    last: Any = model
+    while isinstance(last, keras.Model):
+        outputs = getattr(last, "outputs", None) or []  # a subclass of Model has none
+        last = outputs[0]._keras_history.operation if len(outputs) == 1 else None
+    ends = (
+        isinstance(last, keras.layers.Softmax)
+        or getattr(last, "activation", None) in (keras.activations.softmax, keras.activations.sigmoid)
+        or type(last).__name__ in ("Softmax", "Sigmoid")  # operations of keras.ops
+    )
+    return str(last.name) if ends else ""

@@ -14,9 +14,7 @@ from hvd_cifar.models.portable import as_keras
 
 @keras.saving.register_keras_serializable("hvd_cifar")
 class QuickConv2D(keras.layers.Conv2D):
-    """Keras's Conv2D, with a faster CPU kernel where one applies.
-
-    That is for 3 x 3 and 5 x 5 kernels of stride 1 that keep the images' size:
+    """Keras's Conv2D, with a faster CPU kernel for 3 x 3 and 5 x 5 of stride 1 that keep the images' size.
 
     - `kernels.compiled`: 3 x 3 in float32, and both in bfloat16 where the processor sums its products.
     - `kernels.winograd`: 5 x 5 in float32 and float64, on small images.
@@ -40,14 +38,15 @@ class QuickConv2D(keras.layers.Conv2D):
     def _kernel_for(self, images: Any) -> Callable[[Any, Any], Any] | None:
         plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
         same = self.padding == "same" and self.data_format == "channels_last"
-        if not (plain and same and self.kernel_size in ((3, 3), (5, 5))) or tf.config.list_logical_devices("GPU"):
+        is_changed = type(self).convolution_op is not keras.layers.Conv2D.convolution_op  # by a subclass
+        if not (plain and same and self.kernel_size in ((3, 3), (5, 5))) or is_changed:
             return None
-        if type(self).convolution_op is not keras.layers.Conv2D.convolution_op:  # of a subclass
+        if tf.config.list_logical_devices("GPU"):
             return None
         if compiled.is_quicker(self.kernel.shape, self.compute_dtype):
             return compiled.convolve
         _, height, width, _ = images.shape
-        if not (height and width):
+        if height is None or width is None:
             return None
         if self.compute_dtype == "bfloat16":
             return side_by_side.convolve if width <= side_by_side.MOST_PIXELS else None

@@ -9,10 +9,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.models.activation import QuickGelu
 from hvd_cifar.models.convolution import QuickConv2D
-from hvd_cifar.models.normalization import FusedBatchNormalization
-from hvd_cifar.models.pooling import SteadyMaxPooling2D
+from hvd_cifar.models.layers import FusedBatchNormalization, QuickGelu, SteadyMaxPooling2D
 from hvd_cifar.models.portable import as_keras
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
@@ -21,7 +19,6 @@ from hvd_cifar.optim.schedules import ToZero
 PATCH = 2  # pixels, the side of the whitened patches
 WIDTHS = (64, 256, 256)
 RESIDUAL = (1, 3)  # blocks with a third convolution; in the second block it would cost twice as much as in these two
-STATISTICS_MOMENTUM = 0.9  # of the moving statistics, per step
 REFERENCE_BATCH = 1024
 KERNEL_RATE = 0.24  # Muon's update of a kernel does not depend on the size of its gradient
 # Rates of batch norms' offsets and of the logits. airbench94's are for a sum over the batch; this loss is a mean.
@@ -73,17 +70,12 @@ class Dirac(keras.initializers.Initializer):
         return tf.concat([tf.cast(identity[..., :outputs], kernel.dtype), kernel[..., inputs:]], axis=-1)
 
 
-def filters_of(channels: int) -> int:
-    """Filters of the first layer: each eigenvector of the patches' covariance, and its negative."""
-    return 2 * channels * PATCH**2
-
-
 @keras.saving.register_keras_serializable(package="hvd_cifar")
 class Whitening(keras.layers.Conv2D):
     """A convolution whose fixed kernel makes the values of a patch uncorrelated; `adapt` makes it from images."""
 
     def adapt(self, images: NDArray[np.floating[Any]]) -> None:
-        """Make the kernel from images, float [n, height, width, channels]; see `whitening`."""
+        """Make the kernel; see `whitening`."""
         self.kernel.assign(whitening(images))
 
     def portable(self, images: Any) -> Any:
@@ -95,10 +87,7 @@ def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArr
     """The kernel float32 [2, 2, channels, 8 channels] that makes the values of a 2 x 2 patch uncorrelated.
 
     Its filters are the eigenvectors of the patches' covariance, each divided by the square root of its eigenvalue plus
-    `epsilon`, and their negatives.
-
-    Args:
-        images: float [n, height, width, channels], standardised, undistorted; some thousands are enough.
+    `epsilon`, and their negatives. `images` are float [n, height, width, channels], standardised.
     """
     _, height, width, channels = images.shape
     places = [(i, j) for i in range(PATCH) for j in range(PATCH)]
@@ -109,11 +98,11 @@ def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArr
     vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(vectors.shape[1])])
     filters = vectors / np.sqrt(values + epsilon)
     both = np.concatenate([filters, -filters], axis=1)
-    return both.reshape(PATCH, PATCH, channels, filters_of(channels)).astype(np.float32)
+    return both.reshape(PATCH, PATCH, channels, -1).astype(np.float32)
 
 
 def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
-    """A net after airbench94's, in Keras.
+    """A net after airbench94's, in Keras, for images of any size from 8 pixels on, 10 with the recipe's scales.
 
     - A fixed convolution whitens 2 x 2 patches (`whitening` makes its kernel from images), then GELU.
     - Three blocks: 3 x 3 convolution, maximum over 2 x 2, batch norm without scale, GELU; and the same without maximum.
@@ -124,28 +113,21 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
 
     Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, sections 3.1 and 3.2, and the residual
     blocks of its airbench96.
-
-    Args:
-        image_shape: only the channels matter; images have at least 8 pixels a side, 10 with the recipe's scales.
-        classes: number of logits.
-
-    Returns:
-        A model from images float [b, h, w, channels] to logits [b, classes].
     """
 
-    def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return FusedBatchNormalization(momentum=STATISTICS_MOMENTUM, scale=False, name=name)(x)
+    def norm(x: Any, name: str) -> Any:
+        return FusedBatchNormalization(scale=False, name=name)(x)
 
-    def gelu(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    def gelu(x: Any, name: str) -> Any:
         return QuickGelu(name=name)(x)
 
-    def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
+    def conv(x: Any, filters: int, name: str) -> Any:
         return QuickConv2D(filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), name=name)(x)
 
     images = keras.Input((None, None, image_shape[-1]), name="images")
     # This layer learns no offset, so that backward ends before it, and omits the widest gradient of all.
     # Padding keeps sides of 32, 16, 8 and 4 pixels, which whole tiles of 4 x 4 outputs cover (kernels/native).
-    filters = filters_of(image_shape[-1])
+    filters = 2 * image_shape[-1] * PATCH**2  # each eigenvector of the patches' covariance, and its negative
     x = Whitening(filters, PATCH, padding="same", use_bias=False, trainable=False, name="whiten")(images)
     x = gelu(x, "whiten_gelu")
     for block, width in enumerate(WIDTHS, start=1):
@@ -158,10 +140,6 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
             x = gelu(keras.layers.Add(name=f"block{block}_add")([x, shortcut]), f"block{block}_gelu3")
     x = SteadyMaxPooling2D(name="pool")(x)
     x = keras.layers.Rescaling(1.0 / WIDTHS[-1], name="scale")(x)
-    logits = keras.layers.Dense(
-        classes,
-        use_bias=False,
-        kernel_initializer=keras.initializers.RandomNormal(stddev=1.0),
-        name="logits",
-    )(x)
+    initial = keras.initializers.RandomNormal(stddev=1.0)
+    logits = keras.layers.Dense(classes, use_bias=False, kernel_initializer=initial, name="logits")(x)
     return keras.Model(images, logits, name="fast")

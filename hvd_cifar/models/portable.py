@@ -16,15 +16,9 @@ _OF_TRAINING = ("_initializer", "_regularizer", "_constraint")  # settings of la
 def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Model:
     """A copy of a model that `keras.saving.load_model` loads where there is only Keras.
 
-    A layer with a method `portable` is replaced by what `layer.portable(inputs)` makes of its symbolic inputs: by
-    layers of Keras and `keras.ops`. Keras's own layers are copied, also within models in the model.
-
-    Args:
-        model: any. Keras's global dtype policy must be float32.
-        image_shape: (height, width, channels) of what the net sees.
-
-    Returns:
-        A model from images float32 [b, *image_shape] to logits float32 [b, classes].
+    It maps images float32 [b, *image_shape] to logits float32 [b, classes]. A layer with a method `portable` is
+    replaced by what `layer.portable(inputs)` makes of its symbolic inputs: by layers of Keras and `keras.ops`. Keras's
+    own layers are copied, also within models in the model. Keras's global dtype policy must be float32.
 
     Raises:
         UserError: where the model has something else.
@@ -53,9 +47,7 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
         kind = type(layer)
         if not kind.__module__.startswith("keras.") or kind is keras.layers.Lambda:
             raise UserError(f"its layer {layer.name} ({kind.__name__}) {_REMEDY}")
-        twins[id(layer)] = twin = _twin(kind, layer)
-        outputs = twin(*inputs, **options)
-        _set_weights(twin, layer.get_weights())
+        twins[id(layer)], outputs = _twin(kind, layer, inputs, options)
         return outputs
 
     images = keras.Input(image_shape, name="images")
@@ -80,31 +72,24 @@ _REMEDY = "is not Keras's own, so TensorFlow alone cannot load it: give its laye
 
 
 def as_keras(kind: Any, layer: Any, inputs: Any, weights: list[Any] | None = None) -> Any:
-    """The outputs of a layer in evaluation, for symbolic inputs, by a layer of Keras's own.
+    """The outputs of a layer in evaluation, for symbolic inputs, by a layer of Keras's class `kind`.
 
-    Args:
-        kind: the class of Keras's layer, which takes the settings in the layer's `get_config()`.
-        layer: the layer, which computes the same as `kind`.
-        weights: arrays for Keras's layer; None: the layer's weights.
+    That takes the layer's settings, and its weights or other `weights`, a list of arrays.
     """
-    twin = _twin(kind, layer)
-    outputs = twin(inputs)
-    _set_weights(twin, layer.get_weights() if weights is None else weights)
-    return outputs
+    return _twin(kind, layer, (inputs,), {}, weights)[1]
 
 
-def _twin(kind: Any, layer: Any) -> Any:
-    """A layer with the same settings, whose floating-point numbers are float32."""
+def _twin(kind: Any, layer: Any, inputs: Any, options: Any, weights: list[Any] | None = None) -> tuple[Any, Any]:
+    """A layer with the same settings, whose floating-point numbers are float32, and its outputs."""
     config = {name: value for name, value in layer.get_config().items() if not name.endswith(_OF_TRAINING)}
     try:
-        return kind.from_config({**config, "dtype": "float32"})
+        twin = kind.from_config({**config, "dtype": "float32"})
     except (TypeError, ValueError):  # Keras finds no function by this name, or refuses to load one from its code
         raise UserError(f"a function in its layer {layer.name} ({kind.__name__}) {_REMEDY}") from None
-
-
-def _set_weights(layer: Any, weights: list[Any]) -> None:
-    layer.set_weights(weights)
-    finish_all(layer)
+    outputs = twin(*inputs, **options)
+    twin.set_weights(layer.get_weights() if weights is None else weights)
+    finish_all(twin)
+    return twin, outputs
 
 
 def finish_all(layer: keras.layers.Layer) -> None:

@@ -38,10 +38,7 @@ def momentum_sgd(learning_rate: float) -> keras.optimizers.Optimizer:
 
 
 def is_kernel(variable: Any) -> bool:
-    """Whether a variable is a layer's kernel.
-
-    Batch norm's scale and biases do not decay, since zero is no better value for them (Goyal et al. 2017, section 5.1).
-    """
+    """Whether a variable is a layer's kernel: zero is no better value for others (Goyal et al. 2017, section 5.1)."""
     return str(variable.path).endswith("kernel")
 
 

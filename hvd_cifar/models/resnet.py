@@ -8,10 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
-from hvd_cifar.models.layer import OwnLayer
-from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.layers import FusedBatchNormalization, OwnLayer, QuickRelu
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Staircase
@@ -70,33 +68,22 @@ class PadShortcut(OwnLayer):
 def build(image_shape: tuple[int, int, int], classes: int, depth: int) -> keras.Model:
     """Three stages of n residual blocks with 16, 32 and 64 filters, parameter-free shortcuts (option A).
 
-    Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, 2015, section 4.2. At 10 classes depth 20
-    has 269,722 trainable parameters, depth 32 has 464,154, depth 56 has 853,018 (0.27, 0.46 and 0.85 million there).
+    Images may have any height and width; `depth` is 6n + 2. At 10 classes depth 20 has 269,722 trainable parameters,
+    depth 32 has 464,154, depth 56 has 853,018 (0.27, 0.46 and 0.85 million in the source).
 
-    Args:
-        image_shape: only the channels matter; images may have any height and width.
-        classes: number of logits.
-        depth: 6n + 2: 20, 32, 44, 56, ...
-
-    Returns:
-        A model from images float [b, h, w, channels] to logits [b, classes].
+    Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, 2015, section 4.2.
     """
-    if depth < 8 or (depth - 2) % 6:
-        raise ValueError(f"a CIFAR ResNet has 6n + 2 layers, not {depth}")
-    blocks = (depth - 2) // 6
 
-    def conv(x: keras.KerasTensor, filters: int, stride: int, name: str) -> keras.KerasTensor:
+    def conv(x: Any, filters: int, stride: int, name: str) -> Any:
         return QuickConv2D(filters, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=name)(x)
 
-    def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    def norm(x: Any, name: str) -> Any:
         return FusedBatchNormalization(name=name)(x)
 
     def relu(x: Any, name: str, copies: int = 1) -> Any:
         return QuickRelu(copies, name=name)(x)
 
-    def block(
-        x: keras.KerasTensor, shortcut: keras.KerasTensor, filters: int, stride: int, name: str
-    ) -> tuple[keras.KerasTensor, keras.KerasTensor]:
+    def block(x: Any, shortcut: Any, filters: int, stride: int, name: str) -> Any:
         if stride > 1:
             shortcut = PadShortcut(filters, name=f"{name}_shortcut")(shortcut)
         x = relu(norm(conv(x, filters, stride, f"{name}_conv1"), f"{name}_norm1"), f"{name}_relu1")
@@ -106,7 +93,7 @@ def build(image_shape: tuple[int, int, int], classes: int, depth: int) -> keras.
     images = keras.Input((None, None, image_shape[-1]), name="images")
     x, shortcut = relu(norm(conv(images, 16, 1, "conv"), "norm"), "relu", copies=2)
     for stage, filters in enumerate((16, 32, 64), start=1):
-        for i in range(1, blocks + 1):
+        for i in range(1, (depth - 2) // 6 + 1):
             stride = 2 if stage > 1 and i == 1 else 1
             x, shortcut = block(x, shortcut, filters, stride, f"stage{stage}_block{i}")
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)

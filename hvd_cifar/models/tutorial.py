@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import keras
 
-from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
-from hvd_cifar.models.normalization import LocalResponseNormalization
+from hvd_cifar.models.layers import LocalResponseNormalization, QuickRelu
 from hvd_cifar.models.recipe import Batch, Recipe, momentum_sgd
 from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Staircase
@@ -48,42 +48,26 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
 
     Source: "Advanced Convolutional Neural Networks", TensorFlow 1 tutorial, models/tutorials/image/cifar10/cifar10.py.
     It has 1,068,298 parameters on 24 x 24 pixels of 3 channels and 10 classes.
-
-    Returns:
-        A model from images float [b, *image_shape] to logits [b, classes].
     """
 
-    def normal(deviation: float) -> keras.initializers.Initializer:
-        return keras.initializers.TruncatedNormal(stddev=deviation)
+    def initial(deviation: float, bias: float) -> dict[str, keras.initializers.Initializer]:
+        kernel, constant = keras.initializers.TruncatedNormal(stddev=deviation), keras.initializers.Constant(bias)
+        return {"kernel_initializer": kernel, "bias_initializer": constant}
 
-    def constant(value: float) -> keras.initializers.Initializer:
-        return keras.initializers.Constant(value)
-
-    def pool(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+    def pool(x: Any, name: str) -> Any:
         return keras.layers.MaxPooling2D(3, strides=2, padding="same", name=name)(x)
 
-    def dense(x: keras.KerasTensor, units: int, deviation: float, bias: float, name: str) -> keras.KerasTensor:
-        return keras.layers.Dense(
-            units, kernel_initializer=normal(deviation), bias_initializer=constant(bias), name=name
-        )(x)
+    def dense(x: Any, units: int, deviation: float, bias: float, name: str) -> Any:
+        return keras.layers.Dense(units, **initial(deviation, bias), name=name)(x)
 
-    def conv(x: keras.KerasTensor, bias: float, name: str) -> keras.KerasTensor:
-        x = QuickConv2D(
-            64,
-            5,
-            padding="same",
-            kernel_initializer=normal(0.05),
-            bias_initializer=constant(bias),
-            name=name,
-        )(x)
+    def conv(x: Any, bias: float, name: str) -> Any:
+        x = QuickConv2D(64, 5, padding="same", **initial(0.05, bias), name=name)(x)
         return QuickRelu(name=f"{name}_relu")(x)
 
     images = keras.Input(image_shape, name="images")
-    x = conv(images, 0.0, "conv1")
-    x = pool(x, "pool1")
+    x = pool(conv(images, 0.0, "conv1"), "pool1")
     x = LocalResponseNormalization(name="norm1")(x)
-    x = conv(x, 0.1, "conv2")
-    x = LocalResponseNormalization(name="norm2")(x)
+    x = LocalResponseNormalization(name="norm2")(conv(x, 0.1, "conv2"))
     x = pool(x, "pool2")
     x = keras.layers.Flatten(name="flatten")(x)
     x = keras.layers.ReLU(name="local3_relu")(dense(x, 384, 0.04, 0.1, "local3"))

@@ -7,7 +7,10 @@ import tensorflow as tf
 
 
 class _Averages:
-    """A value for each of some variables, which begins as the variable's, and a counter of steps."""
+    """A value for each of some variables, which begins as the variable's, and a counter of steps.
+
+    `variables` are what has to be saved, restored and broadcast.
+    """
 
     def __init__(self, variables: list[keras.Variable], name: str, counter: str) -> None:
         self.sources = variables
@@ -16,11 +19,7 @@ class _Averages:
             keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"{name}_{i}")
             for i, v in enumerate(variables)
         ]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Everything that has to be saved, restored and broadcast."""
-        return [self.steps, *self.values]
+        self.variables = [self.steps, *self.values]
 
 
 class MovingAverage(_Averages):
@@ -70,7 +69,7 @@ class Lookahead(_Averages):
         super().__init__(variables, "slow", "lookahead_steps")
         self.total_steps = total_steps
 
-    def update(self) -> None:
+    def update(self, mixes: bool = True) -> None:
         """Count a step; mix slow and fast weights after every fifth one; end with the slow ones. Works in a graph."""
         self.steps.assign_add(1)
         done = self.steps.value
@@ -81,17 +80,14 @@ class Lookahead(_Averages):
                 slow.value.assign_add((fast.value - slow.value) * tf.cast(1.0 - decay, slow.dtype))
             self._copy_slow_weights()
 
-        tf.cond(done % self.EVERY == 0, mix, lambda: None)
-        self._end_with_slow_weights()
+        if mixes:
+            tf.cond(done % self.EVERY == 0, mix, lambda: None)
+        if self.total_steps >= self.EVERY:  # before, the slow weights are the initial ones
+            tf.cond(done == self.total_steps, self._copy_slow_weights, lambda: None)
 
     def skip(self) -> None:
         """Count a step that changes no weight, without mixing: the decay depends on the number of steps."""
-        self.steps.assign_add(1)
-        self._end_with_slow_weights()
-
-    def _end_with_slow_weights(self) -> None:
-        if self.total_steps >= self.EVERY:  # before, the slow weights are the initial ones
-            tf.cond(self.steps.value == self.total_steps, self._copy_slow_weights, lambda: None)
+        self.update(mixes=False)
 
     def _copy_slow_weights(self) -> None:
         for slow, fast in zip(self.values, self.sources, strict=True):

@@ -17,11 +17,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(keras.optimizers.Optimizer):
     """Kernels of convolutions: v <- m v + g; w <- w / s - r * orthogonal(g + m v). r is `learning_rate`.
 
-    s is the root mean square of the norms of w's output channels.
     The singular values of such an update are all near 1, so that rare directions are learnt as fast as frequent ones.
-    A kernel's norm is reset in each step: with the batch norm behind it, only its direction matters. Without
-    `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v). The factor gives each kernel's update
-    a root mean square near 0.2 r (Liu et al., "Muon is scalable for LLM training", 2025, section 2.2).
+    s, the root mean square of the norms of w's output channels, resets a kernel's norm: with the batch norm behind it,
+    only its direction matters. Without `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v).
+    Each update then has a root mean square near 0.2 r (Liu et al., "Muon is scalable for LLM training", 2025, section
+    2.2).
 
     Other variables: v <- m' v + g + d w; w <- w - r * f (g + d w + m' v). m' is `momentum_of_others`; `others` gives f
     and d for each layer.
@@ -30,13 +30,11 @@ class Muon(keras.optimizers.Optimizer):
     airbench94 made with it. keras.optimizers.Muon updates the rest with AdamW, and does not reset norms.
 
     Args:
-        learning_rate: of the kernels.
-        momentum: of the kernels.
-        momentum_of_others: momentum of the other variables.
+        learning_rate, momentum: of the kernels; momentum_of_others: of the other variables.
         others: (f, d) by the name of a variable's layer; "" stands for any other layer.
         steps: iterations of Newton-Schulz.
         dense: names of dense layers whose kernels are updated as those of convolutions.
-        resets_norms: whether each step resets a kernel's norm to that of output channels of length 1.
+        resets_norms: whether each step resets kernels' norms.
     """
 
     def __init__(
@@ -52,12 +50,9 @@ class Muon(keras.optimizers.Optimizer):
         **kwargs: Any,
     ) -> None:
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
-        self.momentum = momentum
-        self.momentum_of_others = momentum_of_others
+        self.momentum, self.momentum_of_others = momentum, momentum_of_others
         self.others = {"": (1.0, 0.0), **{key: tuple(value) for key, value in (others or {}).items()}}
-        self.steps = steps
-        self.dense = tuple(dense)
-        self.resets_norms = resets_norms
+        self.steps, self.dense, self.resets_norms = steps, tuple(dense), resets_norms
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make a velocity for every variable."""

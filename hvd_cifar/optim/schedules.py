@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate and the image size as pure functions of the step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Staircase:
 class ToZero:
     """The learning rate falls linearly, from its peak at step 0 to zero at the last step of all epochs."""
 
+    def __call__(self, progress: float) -> float:
+        """The factor after a fraction of the steps."""
+        return 1.0 - progress
+
 
 def cosine(progress: float) -> float:
     """Half a cosine from 1 to 0 (Loshchilov and Hutter 2017); `progress` is the fraction of finished steps."""
@@ -34,22 +38,18 @@ def cosine(progress: float) -> float:
 
 # A recipe's schedule after the warm-up. A function takes the fraction of finished steps, 0 to 1, and returns the factor
 # of the learning rate.
-Decay = Staircase | ToZero | Callable[[float], float]
+Decay = Staircase | Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of a run: a linear warm-up, then a staircase, a linear decay to zero, or a function.
+    """The learning rate of a run: a linear warm-up, then a staircase or a function.
 
     Attributes:
-        base: learning rate at the start of the warm-up.
-        peak: learning rate after the warm-up, before the first decay.
+        base, peak: learning rate at the start of the warm-up, and after it.
         warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
         decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
-        decay: factor, such as 0.1.
-        zero_at: the step at which a linear decay from the peak at step 0 reaches zero; None: no linear decay.
         shape: factor as a function of the finished fraction of `shape_steps`; None: no such factor.
-        shape_steps: steps over which `shape` goes from 0 to 1.
     """
 
     base: float
@@ -57,7 +57,6 @@ class Schedule:
     warmup_steps: int
     decay_steps: tuple[int, ...]
     decay: float
-    zero_at: int | None = None
     shape: Callable[[float], float] | None = None
     shape_steps: int = 1
 
@@ -66,8 +65,6 @@ class Schedule:
         rate = self.peak
         if step < self.warmup_steps:
             rate = self.base + (self.peak - self.base) * step / self.warmup_steps
-        if self.zero_at is not None:
-            rate *= max(0.0, 1.0 - step / self.zero_at)
         if self.shape is not None:
             rate *= float(self.shape(min(1.0, step / self.shape_steps)))  # it may be a number of NumPy or TensorFlow
         return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
@@ -84,11 +81,33 @@ class Schedule:
         rise = f"{self.peak:{digits}}"
         if self.warmup_steps:
             rise = f"{self.base:{digits}} to {rise} over {self.warmup_steps} steps"
-        if self.zero_at is not None:
-            rise = f"{rise}, in a straight line to 0 at step {self.zero_at}"
         if self.shape is not None:
             factors = ", ".join(f"{float(self.shape(part / 4)):{digits or '.17g'}}" for part in range(5))
             rise = f"{rise}, times {factors} at the quarters of {self.shape_steps} steps"
         if not self.decay_steps:
             return rise
         return f"{rise}, times {self.decay:g} at steps {', '.join(map(str, self.decay_steps))}"
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Progressive resizing: image sizes, each for an equal part of a run's steps.
+
+    Attributes:
+        sides: heights of images in pixels, one for each part; widths follow in proportion.
+        total_steps: of all epochs, even where --max-steps ends the run earlier.
+    """
+
+    sides: tuple[int, ...]
+    total_steps: int
+
+    def __call__(self, step: int) -> int:
+        """The size for the next step after `step` finished ones."""
+        return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
+
+    def steps_like(self, step: int, first: int, end: int) -> float:
+        """The steps in range(first, end) as a number of steps of the size after `step` finished ones, by pixels."""
+        edges = [-(-part * self.total_steps // len(self.sides)) for part in range(len(self.sides) + 1)]
+        parts = zip(self.sides, edges, edges[1:], strict=False)
+        pixels = sum(side**2 * len(range(max(first, begin), min(end, stop))) for side, begin, stop in parts)
+        return pixels / self(step) ** 2

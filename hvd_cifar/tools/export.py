@@ -74,7 +74,7 @@ def usable(trained: Trained) -> keras.Model:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     images = keras.Input((None, None, shape[2]), dtype="uint8", name="images")
-    fitted = augment.middle(images, shape) if trained.settings.image_size else augment.fit(images, shape)
+    fitted = augment.fit(images, shape, is_scaled=trained.settings.image_size is not None)
     seen = transforms.portable(fitted)
     logits = logits_of(portable(trained.model, transforms.shape), seen, trained.six_views)
     return keras.Model(images, {"logits": logits, "probabilities": keras.ops.softmax(logits)}, name="classifier")

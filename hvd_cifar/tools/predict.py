@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data import augment
-from hvd_cifar.data.listing import images_below
+from hvd_cifar.data.folder import images_below
 from hvd_cifar.data.pictures import read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.files import complain

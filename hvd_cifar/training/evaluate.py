@@ -67,7 +67,7 @@ def make_evaluator(
     """
     examples = getattr(dataset, part)
     batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
-    batches = evaluation_batches(examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size)
+    given = {"batch_size": batch_size, "rank": world.rank, "size": world.size}
 
     @tf.function(reduce_retracing=True, autograph=False)
     def look(image: Any, label: Any, six_views: bool) -> Any:
@@ -78,7 +78,7 @@ def make_evaluator(
     def evaluate(six_views: bool = False) -> Evaluation:
         totals, seen = np.zeros(3), 0
         tally = Tally(dataset.classes) if dataset.classes <= MOST_CLASSES else None
-        for image, labels in batches:
+        for image, labels in evaluation_batches(examples, transforms, **given):
             losses, logits, plain = (value.numpy() for value in look(image, labels, six_views))
             label = labels.numpy()
             right, plain_right = ((found.argmax(axis=-1) == label).sum() for found in (logits, plain))

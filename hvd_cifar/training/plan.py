@@ -13,7 +13,7 @@ from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
 from hvd_cifar.fields import DEFAULT_PER_RANK_BATCH_SIZE, S
 from hvd_cifar.models.recipe import Batch, Recipe
-from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero
+from hvd_cifar.optim.schedules import Schedule, Staircase
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
     assert settings.epochs is not None, "settings are resolved"
     decay, all_steps = recipe.schedule, batch_plan.all_steps
     of_keras = isinstance(decay, keras.optimizers.schedules.LearningRateSchedule)  # is called with a step's number
-    if of_keras or not (callable(decay) or isinstance(decay, Staircase | ToZero)):
+    if of_keras or not (callable(decay) or isinstance(decay, Staircase)):
         raise UserError(
             f"--model {settings.model}: the schedule of its recipe is a {type(decay).__name__}; give a function of the "
             "finished part of the training, from 0 to 1, that returns a factor"
@@ -152,7 +152,6 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
         warmup_steps=warmup_steps,
         decay_steps=stairs,
         decay=decay.factor if isinstance(decay, Staircase) else 1.0,
-        zero_at=all_steps if isinstance(decay, ToZero) else None,
         shape=decay if callable(decay) else None,
         shape_steps=all_steps,
     )

@@ -251,7 +251,7 @@ def describe(run: Run) -> list[str]:
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
-    alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
+    alone = local_layers(net.model) and batch < 2 * work.sampler.micro_batches * world.size
     asked = settings.precision == "mixed_bfloat16"
     slow = asked and any(rank.precision == "float32" for rank in world.ranks)
     drawing = [layer.name for layer in random_layers(net.model)]

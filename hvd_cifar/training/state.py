@@ -128,7 +128,7 @@ class TrainState:
         """
         for state in random_states(self.model):
             seed, count = state.numpy().tolist()
-            state.assign([seed ^ (int(sampler.key(rank)) >> 32) if rank else seed, count])
+            state.assign([seed ^ (int(sampler.mix(np.uint64(rank))) >> 32) if rank else seed, count])
 
     def average(self, step: int) -> None:
         """Average `own` over the ranks, at most once a step, since each average rounds. A collective."""

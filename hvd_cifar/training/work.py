@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import keras
@@ -15,9 +14,8 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment, synthetic
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
-from hvd_cifar.data.sampler import Sampler, Sharding, spread
+from hvd_cifar.data.sampler import Sampler, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of
@@ -26,6 +24,7 @@ from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.schedules import ImageSizes
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training import user_code
 from hvd_cifar.training.callbacks import Callback
@@ -55,14 +54,14 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class Work:
-    """A run's model, data and settings; the same on all ranks, except for `sharding`."""
+    """A run's model, data and settings; the same on all ranks, except for `sampler`."""
 
     settings: TrainSettings  # resolved, with a precision
     dataset: Dataset  # training, validation and test examples
     model: Model  # with its recipe
     transforms: Transforms  # from the data set's images to what the net sees
     plan: Plan  # the batch arithmetic
-    sharding: Sharding  # which micro-batches of each global batch are this rank's
+    sampler: Sampler  # which micro-batches of each global batch are this rank's
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
@@ -75,14 +74,12 @@ class Work:
         """The height of each step's images."""
         return ImageSizes(self.image_sizes, self.plan.all_steps)
 
-    def batches(self, world: World, first_step: int) -> Iterator[list[MicroBatch]]:
+    def batches(self, world: World, first_step: int) -> Iterator[tuple[MicroBatch, ...]]:
         """This rank's micro-batches of each step after `first_step`."""
-        sampler = Sampler(self.plan.examples, self.plan.global_batch_size, self.settings.seed, self.sharding)
         steps = {"first_step": first_step, "last_step": self.plan.total_steps}
         device = world.device if "GPU" in world.device else ""
-        elements = iter(training_batches(self.dataset.train, self.transforms, sampler, **steps, device=device))
-        while step := list(islice(elements, self.sharding.micro_batches)):
-            yield step
+        batches = training_batches(self.dataset.train, self.transforms, self.sampler, **steps, device=device)
+        return zip(*[batches] * self.sampler.micro_batches, strict=True)
 
     @property
     def recipe(self) -> Recipe:
@@ -132,8 +129,9 @@ def work_of(
     """The `Work` of resolved settings; `batch_ranks` as for `plan`. UserError where batch or transforms do not fit."""
     transforms = transforms_of(settings, recipe_of(model), dataset)
     batch_plan = plan(settings, recipe_of(model), len(dataset.train), size, batch_ranks)
-    sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
-    return Work(settings, dataset, model, transforms, batch_plan, sharding)
+    parts = settings.gradient_accumulation, settings.virtual_shards
+    sampler = Sampler(batch_plan.examples, batch_plan.global_batch_size, settings.seed, rank, size, *parts)
+    return Work(settings, dataset, model, transforms, batch_plan, sampler)
 
 
 def model_of(settings: TrainSettings, given: UserObjects, ranks: Any = collectives) -> Model:
@@ -304,7 +302,7 @@ def step_spec(work: Work, side: int | None = None, flags: int = 0) -> StepSpec:
         image_shape=work.transforms.shape,
         weight_decay=work.recipe.weight_decay,
         label_smoothing=work.recipe.label_smoothing,
-        micro_batches=work.sharding.micro_batches,
+        micro_batches=work.sampler.micro_batches,
         virtual_shards=work.settings.virtual_shards,
         side=side,
         flags=flags,

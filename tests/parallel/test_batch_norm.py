@@ -50,7 +50,7 @@ def _single(kind: str, layer: str) -> Any:
     import keras
 
     from hvd_cifar.distributed import SyncBatchNormalization
-    from hvd_cifar.models.normalization import FusedBatchNormalization
+    from hvd_cifar.models.layers import FusedBatchNormalization
 
     made = (SyncBatchNormalization if layer == "synchronised" else FusedBatchNormalization)(dtype=kind)
     net = keras.Sequential([keras.Input(SHAPE, dtype=kind), made])
@@ -63,7 +63,7 @@ def _nested(kind: str) -> Any:
     """Keras's layer on inputs of 2 to 4 dimensions, on another axis, without scale or offset; and a nested model."""
     import keras
 
-    from hvd_cifar.models.normalization import FusedBatchNormalization
+    from hvd_cifar.models.layers import FusedBatchNormalization
 
     norm, tanh = keras.layers.BatchNormalization, keras.layers.Activation("tanh")
     inner = [keras.Input(SHAPE), norm(scale=False, name="norm1"), tanh, FusedBatchNormalization(name="norm2")]
@@ -219,7 +219,7 @@ def _local() -> dict[str, Any]:
     from hvd_cifar.distributed import DistributedOptimizer
     from hvd_cifar.distributed.batch_norm import moving_statistics
     from hvd_cifar.models import Net
-    from hvd_cifar.models.normalization import FusedBatchNormalization
+    from hvd_cifar.models.layers import FusedBatchNormalization
     from hvd_cifar.training.step import StepSpec, make_train_step
 
     seen: dict[str, Any] = {}

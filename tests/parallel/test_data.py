@@ -156,29 +156,24 @@ def test_a_function_s_data_set_has_its_name(cases: Cases) -> None:
 
 
 def _resumed_on_other_data(folder: str) -> dict[str, str]:
-    """What a resumed run prints: with its own data, and with data that differ in one place, by what differs."""
+    """What a resumed run says: with its own data, and with data that differ in one place, by what differs."""
     import keras
 
     import hvd_cifar
     from hvd_cifar.errors import UserError
 
     def net(image_shape: tuple[int, int, int], classes: int) -> Any:
-        images = keras.Input(image_shape)
-        return keras.Model(images, keras.layers.Dense(classes)(keras.layers.Flatten()(images)))
-
-    def data(changed: str) -> hvd_cifar.Dataset:
-        generator = np.random.default_rng(3)
-        images, labels = generator.integers(0, 256, (20, 8, 8, 3)).astype(np.uint8), np.arange(20) % 3
-        images[7, 1, 2, 0] ^= changed == "pixel"
-        labels[7] = (labels[7] + (changed == "label")) % 3
-        return hvd_cifar.Dataset.from_arrays(images, labels, images[:4], [0, 1, 2, 0])
+        return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
 
     told = {}
     for step, changed in enumerate(["nothing", "pixel", "label", "nothing, again"], start=1):
+        images, labels = np.arange(20 * 8 * 8 * 3).astype(np.uint8).reshape(20, 8, 8, 3), np.arange(20) % 3
+        images[7, 1, 2, 0] ^= changed == "pixel"
+        labels[7] = (labels[7] + (changed == "label")) % 3
+        data = hvd_cifar.Dataset.from_arrays(images, labels, images[10:], [0, 1] * 5)
         try:
             course: dict[str, Any] = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
-            summary = hvd_cifar.train(net, data(changed), max_steps=step, **course)
-            told[changed] = f"step {summary['steps']}"
+            told[changed] = f"step {hvd_cifar.train(net, data, max_steps=step, **course)['steps']}"
         except UserError as error:
             told[changed] = str(error)
     return told

@@ -21,9 +21,8 @@ def _net(precision: str) -> Any:
     import keras
 
     from hvd_cifar.models import Net
-    from hvd_cifar.models.activation import QuickRelu
     from hvd_cifar.models.convolution import QuickConv2D
-    from hvd_cifar.models.normalization import FusedBatchNormalization
+    from hvd_cifar.models.layers import FusedBatchNormalization, QuickRelu
     from hvd_cifar.training.plan import set_precision
 
     set_precision(precision, 0)

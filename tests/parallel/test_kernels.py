@@ -70,8 +70,8 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
     assert first["virtual"] == "trained"
 
 
-def _unlike() -> Any:
-    """A data set. On any processor rank 0 convolves as with AMX, and the others as TensorFlow does."""
+def _fixed_order_with_unlike_graphs(folder: str) -> bool:
+    """On any processor rank 0 convolves as with AMX, and the others as TensorFlow does."""
     import numpy as np
 
     import hvd_cifar
@@ -83,15 +83,10 @@ def _unlike() -> Any:
     chosen: Any = QuickConv2D
     chosen._kernel_for = lambda self, images: kernel if self.strides == (1, 1) else None
     images = np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8)
-    return hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
-
-
-def _fixed_order_with_unlike_graphs(folder: str) -> bool:
-    import hvd_cifar
-
+    data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
     course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "deterministic": True, "max_steps": 2}
     course |= {"overlap": "on", "bucket_bytes": 2**18}
-    found = hvd_cifar.train(RESNET8, _unlike(), run_dir=folder, eval_every=0, summary_every=0, **course)
+    found = hvd_cifar.train(RESNET8, data, run_dir=folder, eval_every=0, summary_every=0, **course)
     return bool(found["replicas_identical"])
 
 

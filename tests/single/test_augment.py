@@ -52,7 +52,7 @@ def test_draws_are_uniform_and_differ_by_column_epoch_and_seed() -> None:
     for column in range(augment.RANDOM_DRAWS):
         seen = np.bincount((first[:, column] * 10).astype(int), minlength=10)
         assert ((seen - 5000) ** 2 / 5000).sum() < 45  # chi-square, 9 degrees of freedom, p < 1e-6
-    correlation = np.corrcoef(first.T) - np.eye(augment.DRAWS_PER_EXAMPLE)
+    correlation = np.corrcoef(first.T) - np.eye(augment.RANDOM_DRAWS + 1)
     assert np.abs(correlation).max() < 0.03  # 6 deviations of 1 / sqrt(50,000)
     for other in (augment.draws(0, 1, examples), augment.draws(1, 0, examples)):
         assert np.abs(np.corrcoef(first[:, 0], other[:, 0])[0, 1]) < 0.03
@@ -71,25 +71,15 @@ def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
         assert np.allclose(ours, tf.image.per_image_standardization(cut).numpy(), atol=2e-4)
 
 
-def test_standard_crop_pads_with_the_mean_and_keeps_the_image() -> None:
-    images = _images(1)
-    deviation = np.asarray([63.0, 62.1, 66.7])
-    middle = STANDARD.train(images, _draws([[0.5, 0.5, 0.9, 0, 0]]))
-    assert (middle == STANDARD.test(images)).all()
-    corner = STANDARD.train(images, _draws([[0.0, 0.0, 0.9, 0, 0]]))
-    assert (corner[:, 4:, 4:] == middle[:, :-4, :-4]).all()
-    assert np.abs(corner[:, :4] * deviation).max() <= 0.5  # rounded to a whole pixel value
-    assert np.abs(corner[:, :, :4] * deviation).max() <= 0.5
-
-
-def test_test_transforms_are_plain() -> None:
-    images = _images(3)
-    middle = images[:, 4:28, 4:28].astype(np.float32)
-    expected = [(m - m.mean()) / m.std() for m in middle]
-    assert np.allclose(TUTORIAL.test(images), expected, atol=1e-4)
+@pytest.mark.parametrize("shape", [(32, 32, 3), (300, 400, 3)])
+def test_test_transforms_are_plain(shape: tuple[int, int, int]) -> None:
+    height, width, _ = shape
+    images = np.random.default_rng(6).integers(0, 256, (2, *shape)).astype(np.uint8)
+    top, left, seen = height // 8, width // 8, _transforms("tutorial", *shape)
+    middle = images[:, top : top + height * 3 // 4, left : left + width * 3 // 4].astype(np.float64)
+    assert np.allclose(seen.test(images), [(m - m.mean()) / m.std() for m in middle], atol=1e-5)
     for grey in (0, 37, 255):
-        flat = np.full((1, 32, 32, 3), grey, np.uint8)
-        assert (TUTORIAL.test(flat) == 0).all()  # no division by a deviation of zero
+        assert (seen.test(np.full((1, *shape), grey, np.uint8)) == 0).all()  # no division by a deviation of zero
 
 
 @pytest.mark.parametrize("name", ["tutorial", "standard", "fast"])
@@ -139,7 +129,7 @@ def test_the_bits_of_a_view_are_fixed_for_ever(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["standard", "fast"])
-@pytest.mark.parametrize(("side", "pad"), [(4, 0), (9, 1), (16, 2), (28, 3), (32, 4), (224, 4)])
+@pytest.mark.parametrize(("side", "pad"), [(4, 0), (9, 1), (28, 3), (224, 4)])
 def test_pads_are_in_proportion_to_small_images(name: str, side: int, pad: int) -> None:
     """Moved as far as can be: what was the image's corner is `pad` pixels further on."""
     pad = pad if name == "standard" else pad // 2
@@ -148,25 +138,6 @@ def test_pads_are_in_proportion_to_small_images(name: str, side: int, pad: int) 
     image[0, 0, 0] = 255
     moved = seen.train(image, _draws([[0.0, 0.0, 0.9, 0, 0, 0]]))
     assert [int(i) for i in np.unravel_index(moved.argmax(), moved.shape)] == [0, pad, pad, 0]
-
-
-def test_each_side_has_its_own_length() -> None:
-    seen = _transforms("tutorial", 40, 20, 2)
-    assert seen.shape == (30, 15, 2)
-    images = np.random.default_rng(5).integers(0, 256, (2, 40, 20, 2)).astype(np.uint8)
-    # 11 and 6 places: 0.99 is the last of each. The second is mirrored.
-    got = seen.train(images, _draws([[0.99, 0.99, 0.9, 0.5, 0.5], [0.0, 0.99, 0.1, 0.5, 0.5]]))
-    for image, cut in zip(got, (images[0, 10:, 5:], images[1, :30, 5:][:, ::-1]), strict=True):
-        cut = cut.astype(np.float64)
-        assert np.allclose(image, (cut - cut.mean()) / cut.std(), atol=1e-4)
-
-
-def test_a_large_image_is_standardised_as_exactly() -> None:
-    images = np.random.default_rng(6).integers(0, 256, (1, 300, 400, 3)).astype(np.uint8)
-    middle = images[:, 37:262, 50:350].astype(np.float64)
-    assert np.allclose(
-        _transforms("tutorial", 300, 400).test(images), (middle - middle.mean()) / middle.std(), atol=1e-5
-    )
 
 
 def test_an_undistorted_view_is_the_test_view() -> None:
@@ -180,13 +151,12 @@ def test_an_undistorted_view_is_the_test_view() -> None:
         _transforms("stanard")
 
 
-@pytest.mark.parametrize(("height", "width"), [(6, 6), (5, 9), (9, 5)])
-def test_six_views_are_an_average_of_moved_and_mirrored_images(height: int, width: int) -> None:
-    images = np.random.default_rng(8).normal(size=(2, height, width, 3)).astype(np.float32)
+def test_six_views_are_an_average_of_moved_and_mirrored_images() -> None:
+    images = np.random.default_rng(8).normal(size=(2, 5, 9, 3)).astype(np.float32)
     views = [(weight, view.numpy()) for weight, view in six_views(tf.constant(images))]
     assert [weight for weight, _ in views] == [0.25] * 2 + [0.125] * 4
     padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)], mode="reflect")
-    moved = [padded[:, :height, :width], padded[:, 2:, 2:]]
+    moved = [padded[:, :5, :9], padded[:, 2:, 2:]]
     expected = [images, images[:, :, ::-1], *moved, *(e[:, :, ::-1] for e in moved)]
     for (_, view), image in zip(views, expected, strict=True):
         assert view.shape == images.shape and (view == image).all()

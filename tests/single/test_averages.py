@@ -40,15 +40,6 @@ def test_skipped_steps_count_for_lookahead_and_change_the_last_one_s_weights_alo
     assert int(average.steps.numpy()) == 0
 
 
-def test_lookahead_leaves_a_run_that_never_mixes_its_weights() -> None:
-    variable = keras.Variable(np.zeros(2), dtype="float64")
-    lookahead = Lookahead([variable], total_steps=4)
-    for step in range(1, 5):
-        variable.assign_add(np.ones(2))
-        lookahead.update()
-        assert (variable.numpy() == step).all()
-
-
 def test_a_moving_average_begins_with_a_small_decay_and_follows_its_formula() -> None:
     variable = keras.Variable(np.zeros(2), dtype="float64")
     average = MovingAverage([variable], decay=0.5)

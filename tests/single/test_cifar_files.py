@@ -13,7 +13,6 @@ import pytest
 from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, DownloadError, Layout
 from hvd_cifar.data.host_files import Onlooker
-from hvd_cifar.data.images import FileImages, RecordFile
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
@@ -37,11 +36,9 @@ def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
 
 
 def test_the_constants_are_the_published_ones() -> None:
-    assert CIFAR10.record_bytes == 3073 and CIFAR100.record_bytes == 3074
     assert {CIFAR10.bytes_of(name) for name in CIFAR10.files} == {30_730_000}
     assert [CIFAR100.bytes_of(name) for name in CIFAR100.files] == [153_700_000, 30_740_000]
-    batches = [f"data_batch_{i}.bin" for i in (1, 2, 3, 4, 5)]
-    assert CIFAR10.files == (*batches, "test_batch.bin")
+    assert CIFAR10.files == (*(f"data_batch_{i}.bin" for i in (1, 2, 3, 4, 5)), "test_batch.bin")
     assert CIFAR100.files == ("train.bin", "test.bin")
     assert (CIFAR10.classes, CIFAR100.classes) == (10, 100)
 
@@ -59,10 +56,8 @@ def test_locate_finds_the_files_themselves_and_one_folder_down(tmp_path: Path, l
 
 @LAYOUTS
 def test_read_gives_every_pixel_its_place(tmp_path: Path, layout: Layout) -> None:
-    layout = replace(layout, train_records=70, test_records=30)
-    random = np.random.default_rng(0)
-    files = len(layout.train_files)
-    expected = []
+    layout = replace(layout, train=dict.fromkeys(layout.train, 70), test=dict.fromkeys(layout.test, 30))
+    random, pixels, classes = np.random.default_rng(0), [], []
     for name in layout.files:
         count = layout.bytes_of(name) // layout.record_bytes
         images = random.integers(0, 256, (count, 32, 32, 3), np.uint8)
@@ -71,26 +66,21 @@ def test_read_gives_every_pixel_its_place(tmp_path: Path, layout: Layout) -> Non
         # Red, green, blue planes after the labels, as the page describes them.
         planes = [images[..., c].reshape(count, 1024) for c in range(3)]
         np.concatenate([*coarse, labels[:, None], *planes], axis=1).tofile(tmp_path / name)
-        expected.append((images, labels))
-
+        pixels.append(images)
+        classes.append(labels)
     dataset = layout.read(tmp_path)
-
-    train, test = dataset.train, dataset.test
     assert dataset.name == layout.name and dataset.classes == layout.classes
-    assert train.images.shape == (70 * files, 32, 32, 3) and test.images.shape == (30, 32, 32, 3)
-    assert train.images.dtype == np.uint8 and train.labels.dtype == np.int32
-    first = 0
-    for images, labels in expected[:-1]:
-        rows = slice(first, first + len(images))
-        assert np.array_equal(train.images[rows], images)
-        assert np.array_equal(train.labels[rows], labels)
-        first += len(images)
-    assert np.array_equal(test.images[:], expected[-1][0])
-    assert np.array_equal(test.labels, expected[-1][1])
-    mixed = np.array([70 * files - 1, 0, 35 * files, 7, 35 * files, 69])
-    assert (train.images[mixed] == np.asarray(train.images)[mixed]).all()
-    whole = np.concatenate([images for images, _ in expected[:-1]]).reshape(-1, 3)
+    assert dataset.train.labels.dtype == np.int32
+    for part, images, labels in (
+        (dataset.train, np.concatenate(pixels[:-1]), np.concatenate(classes[:-1])),
+        (dataset.test, pixels[-1], classes[-1]),
+    ):
+        assert part.images.shape == images.shape and part.images.dtype == np.uint8
+        assert np.array_equal(part.images[:], images) and np.array_equal(part.labels, labels)
+        mixed = random.permutation(len(labels))[:20]
+        assert np.array_equal(part.images[mixed], images[mixed])
     if layout.name == "cifar100":  # CIFAR-10 has the published numbers
+        whole = np.concatenate(pixels[:-1]).reshape(-1, 3)
         assert np.allclose(dataset.channel_mean, whole.mean(axis=0), atol=1e-9)
         assert np.allclose(dataset.channel_deviation, whole.std(axis=0), atol=1e-9)
 
@@ -98,7 +88,6 @@ def test_read_gives_every_pixel_its_place(tmp_path: Path, layout: Layout) -> Non
 def test_images_are_read_from_the_files_and_a_cut_file_is_named(tmp_path: Path) -> None:
     """What is written to a file afterwards is what the next batch holds: this process has no copy of the set."""
     train = CIFAR10.read(write_sparse(tmp_path / "set", CIFAR10)).train
-    assert train.images[np.array([12_345])].max() == 0
     file = tmp_path / "set" / "data_batch_2.bin"
     with file.open("r+b") as opened:
         opened.seek(2_345 * CIFAR10.record_bytes + 1)
@@ -106,51 +95,24 @@ def test_images_are_read_from_the_files_and_a_cut_file_is_named(tmp_path: Path) 
     assert train.images[np.array([12_345])][0, 0, 0].tolist() == [200, 0, 0]
     os.truncate(file, 2_345 * CIFAR10.record_bytes + 100)
     assert len(train.images[np.array([12_344, 0, 49_999])]) == 3
-    for index in (np.array([12_345]), np.array([7, 19_999]), slice(12_000, 12_400)):
+    for index in (np.array([7, 12_345]), slice(12_000, 12_400)):
         with pytest.raises(UserError, match=r"data_batch_2.bin has become shorter while it was read: restore it"):
             train.images[index]
 
 
-def test_any_order_of_images_is_read_as_from_an_array(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    whole = random.integers(0, 256, (50, 4, 5, 3), np.uint8)
-    for name, part in (("a", whole[:20]), ("b", whole[20:])):
-        (tmp_path / name).write_bytes(part.tobytes())
-    files = [RecordFile(tmp_path / "a", 20), RecordFile(tmp_path / "b", 30)]
-    images = FileImages(files, (4, 5, 3), 0, planes=False)
-    for index in (*(random.permutation(50)[:n] for n in (1, 7, 50)), np.arange(50), np.array([3, 3, 4, 4, 5])):
-        assert np.array_equal(images[index], whole[index])
-    assert np.array_equal(images[18:23], whole[18:23])
-    assert images[np.array([], np.int64)].shape == (0, 4, 5, 3)
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "offset", "label", "message"),
-    [
-        (CIFAR10, "data_batch_2.bin", 1234 * 3073, 10, r"the label of record 1234 is 10, not 0 to 9:"),
-        (CIFAR100, "test.bin", 77 * 3074 + 1, 100, r"the label of record 77 is 100, not 0 to 99:"),
-    ],
-)
-def test_a_label_of_no_class_is_named_with_its_record(
-    tmp_path: Path, layout: Layout, name: str, offset: int, label: int, message: str
-) -> None:
-    folder = write_sparse(tmp_path / "set", layout)
-    with open(folder / name, "r+b") as file:
-        file.seek(offset)
-        file.write(bytes([label - 1]))
-    layout.read(folder)  # the last class is one
-    with open(folder / name, "r+b") as file:
-        file.seek(offset)
-        file.write(bytes([label]))
-    with pytest.raises(UserError, match=rf"{name} is damaged: {message}"):
-        layout.read(folder)
-
-
-def test_class_names_are_read_where_they_are_there(tmp_path: Path) -> None:
+def test_class_names_are_read_where_they_are_there_and_a_label_of_no_class_is_named(tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / "set", CIFAR10)
     assert CIFAR10.read(folder).class_names == ()
     (folder / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
-    assert CIFAR10.read(folder).class_names == tuple("abcdefghij")
+    with open(folder / "data_batch_2.bin", "r+b") as file:
+        for label in (9, 10):
+            file.seek(1234 * 3073)
+            file.write(bytes([label]))
+            file.flush()
+            if label == 9:
+                assert CIFAR10.read(folder).class_names == tuple("abcdefghij")
+    with pytest.raises(UserError, match=r"data_batch_2.bin is damaged: the label of record 1234 is 10, not 0 to 9:"):
+        CIFAR10.read(folder)
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10", "cifar100"])
@@ -168,8 +130,7 @@ def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
-@pytest.mark.parametrize("file", ["data_batch_1.bin", "test_batch.bin"])
-@pytest.mark.parametrize("size", [None, 30_729_999, 30_733_073])
+@pytest.mark.parametrize(("file", "size"), [("data_batch_1.bin", None), ("test_batch.bin", 30_729_999)])
 def test_a_file_that_is_missing_or_of_another_length_is_named_under_auto_too(
     tmp_path: Path, name: str, file: str, size: int | None
 ) -> None:

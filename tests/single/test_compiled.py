@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_cifar.kernels import compiled
+from tests.ranks import CHECKOUT
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
 there = pytest.mark.skipif(
@@ -29,7 +30,6 @@ SHAPES = [
     (3, 7, 5, 24, 40),
     (1, 1, 1, 3, 5),
     (5, 9, 14, 17, 33),
-    (2, 15, 15, 64, 64),
     (1, 4, 4, 128, 48),
     (70, 16, 23, 16, 32),
     (4, 6, 5, 256, 256),
@@ -92,7 +92,7 @@ def test_values_and_gradients_are_the_convolution_s(shape: tuple[int, ...], dtyp
 
 @there
 @pytest.mark.parametrize("dtype", ["float32", bfloat16])
-@pytest.mark.parametrize("filters", [16, 17, 32, 48])
+@pytest.mark.parametrize("filters", [16, 17, 48])
 def test_an_image_s_outputs_do_not_depend_on_its_batch(filters: int, dtype: str) -> None:
     images, kernel, _ = draw((70, 15, 14, 24, filters), dtype)
     whole = compiled.convolve(images, kernel)
@@ -131,18 +131,11 @@ print(*(own_digests() if compiled.operations() else ["none"]), sep="\\n")
 """
 
 
-def run(script: str, **variables: str) -> list[str]:
-    """The lines that a process of its own prints."""
-    told = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(words, env=told, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def digests(threads: int, vectors: int | str) -> list[str]:
+def digests(threads: int, vectors: int) -> list[str]:
     """Of all results, by a process with a number of threads and vectors of a number of bits."""
-    return run(DIGESTS.format(threads=threads), HVD_CIFAR_VECTORS=str(vectors))
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "HVD_CIFAR_VECTORS": str(vectors)}
+    words = [sys.executable, "-c", DIGESTS.format(threads=threads)]
+    return subprocess.check_output(words, env=env, cwd=CHECKOUT, text=True).splitlines()
 
 
 @there
@@ -168,15 +161,12 @@ def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
     ("shape", "dtype", "has", "quicker"),
     [
         ((3, 3, 16, 16), "float32", "", True),
-        ((3, 3, 256, 256), "float32", "tiles, dots", True),
         ((3, 3, 3, 16), "float32", "", False),
         ((5, 5, 32, 32), "float32", "dots", False),
         ((3, 3, 32, 32), "bfloat16", "", False),
         ((3, 3, 16, 16), "bfloat16", "dots", True),
         ((5, 5, 32, 32), "bfloat16", "dots", True),
         ((3, 3, 32, 32), "bfloat16", "tiles, dots", False),
-        ((7, 7, 32, 32), "bfloat16", "dots", False),
-        ((3, 3, 32, 32), "float16", "dots", False),
     ],
 )
 def test_where_they_are_quicker(

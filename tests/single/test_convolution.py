@@ -21,7 +21,7 @@ from tests.single.test_compiled import both_ways, draw, plain
 @pytest.mark.parametrize(
     ("convolve", "height", "width", "taps"),
     [
-        *((winograd.convolve, *size, taps) for size in ((4, 4), (12, 12), (8, 4), (4, 16)) for taps in (3, 5)),
+        *((winograd.convolve, *size, 5) for size in ((4, 4), (12, 12), (8, 4), (4, 16))),
         *((side_by_side.convolve, *size, 3) for size in ((3, 3), (7, 7), (5, 12), (1, 1), (32, 32))),
         (side_by_side.convolve, 12, 5, 5),
     ],
@@ -47,14 +47,10 @@ def test_values_and_gradients_are_the_convolution_s(
         (8, 5, 32, 64, "float32", ""),  # few weights
         (20, 5, 64, 64, "float32", ""),  # many pixels
         (11, 5, 64, 64, "float32", ""),  # no whole number of tiles
-        (8, 7, 64, 64, "float32", ""),  # a size without points
-        (8, 5, 256, 256, "float16", ""),  # few bits
         (None, 5, 256, 256, "float32", ""),
         (7, 3, 4, 8, "bfloat16", "side by side"),
         (12, 5, 4, 8, "bfloat16", "side by side"),
         (15, 3, 4, 8, "bfloat16", ""),  # long rows
-        (7, 1, 4, 8, "bfloat16", ""),
-        (None, 3, 4, 8, "bfloat16", ""),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])

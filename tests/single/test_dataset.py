@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvd_cifar.data import images as module
-from hvd_cifar.data.dataset import Dataset, Examples
-from hvd_cifar.data.images import channel_statistics
+from hvd_cifar.data import dataset as module
+from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.errors import UserError
 
 
@@ -38,18 +37,16 @@ def test_arrays_are_a_data_set() -> None:
     assert _dataset(class_names=["a", "b", "c", "d", "e"]).classes == 5
 
 
-@pytest.mark.parametrize("names", [["1", "2", "3", "4"], np.array(["1", "2", "3", "4"]), [1, 2, 3, 4]])
-def test_class_names_are_text(names: Any) -> None:
-    assert _dataset(class_names=names).class_names == ("1", "2", "3", "4")
-    assert all(type(name) is str for name in _dataset(class_names=names).class_names)
+def test_class_names_are_text_without_control_characters() -> None:
+    names = _dataset(class_names=np.array(["1", "2", "3", "4"])).class_names
+    assert names == ("1", "2", "3", "4") and all(type(name) is str for name in names)
+    dataset = _dataset(name="a\tb", class_names=["\x1b[31mred", "two\nlines", "é", 4])
+    assert (dataset.name, dataset.class_names) == ("a\\tb", ("\\x1b[31mred", "two\\nlines", "é", "4"))
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_grey_images_are_of_one_channel(channels: int) -> None:
-    many = _dataset(train_images=_images(7, 6, 5, channels), test_images=_images(3, 6, 5, channels))
-    assert many.image_shape == (6, 5, channels) and len(many.channel_mean) == channels
-    grey = _dataset(train_images=_images(7, 6, 5), test_images=_images(3, 6, 5, 1))
-    assert grey.image_shape == (6, 5, 1)
+def test_grey_images_are_of_one_channel() -> None:
+    assert len(_dataset(train_images=_images(7, 6, 5, 4), test_images=_images(3, 6, 5, 4)).channel_mean) == 4
+    assert _dataset(train_images=_images(7, 6, 5), test_images=_images(3, 6, 5, 1)).image_shape == (6, 5, 1)
 
 
 def test_tensors_are_taken() -> None:
@@ -59,11 +56,6 @@ def test_tensors_are_taken() -> None:
     assert _dataset(train_images=images, train_labels=labels[:, None]).digest == _dataset().digest
     with pytest.raises(UserError, match="the training images are float32"):
         _dataset(train_images=tf.cast(images, tf.float32))
-
-
-def test_names_hold_no_control_characters() -> None:
-    dataset = _dataset(name="a\tb", class_names=["\x1b[31mred", "two\nlines", "é", "d"])
-    assert (dataset.name, dataset.class_names) == ("a\\tb", ("\\x1b[31mred", "two\\nlines", "é", "d"))
 
 
 def test_images_stay_on_the_disk(tmp_path: Path) -> None:
@@ -79,12 +71,10 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
     [
         ({"train_images": [[1]]}, "the training images are a list: give a NumPy array of uint8"),
         ({"train_images": _images(7).astype(np.float32)}, "the training images are float32: give .* 0 to 255"),
-        ({"test_images": _images(3, 60)}, r"the test images have the shape \[3, 60\]"),
         ({"train_images": _images(0), "train_labels": np.zeros(0, int)}, "the training images are empty"),
         ({"test_images": _images(3, 5, 5, 3)}, "training images are 5 x 4 x 3 and test images 5 x 5 x 3"),
         ({"train_labels": [0] * 6}, "the training part has 7 images but 6 labels"),
         ({"train_labels": [0.0] * 7}, r"the training labels are float64 of shape \[7\]: give integers"),
-        ({"train_labels": [True] * 7}, "the training labels are bool"),
         ({"train_labels": np.eye(7, dtype=int)}, r"the training labels are int64 of shape \[7, 7\]"),
         ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
         ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
@@ -93,7 +83,6 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
             r"the training images have the shape \[7, 3, 32, 32\], channels first",
         ),
         ({"train_labels": [0] * 7, "test_labels": [0] * 3}, "all labels are 0: give examples of two or more classes"),
-        ({"train_labels": [0] * 7, "test_labels": [0] * 3, "class_names": ["a"]}, "all labels are 0: give"),
         ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
     ],
 )
@@ -115,17 +104,17 @@ def test_statistics_are_those_of_all_pixels(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_digest_is_of_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _dataset().digest
-    assert _dataset().digest == whole  # and of nothing else
-    assert _dataset(name="other").digest == whole
-    by_plane = _images(7).transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)
-    assert _dataset(train_images=by_plane).digest == whole  # whatever the order in memory
-    for part in ("train_images", "test_images"):
-        images = _images(7 if part == "train_images" else 3)
+    by_plane = _images(7).transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)  # whatever the order in memory
+    assert _dataset(name="other", train_images=by_plane).digest == whole  # and of nothing else
+    for part, count in (("train", 7), ("test", 3)):
+        images, labels = _images(count), np.arange(count) % 4
+        other = {f"{part}_labels": labels}
+        base = _dataset(**other).digest
         images[-1, -1, -1, -1] ^= 1
-        assert _dataset(**{part: images}).digest != whole
-    for part in ("train_labels", "test_labels"):
-        labels = [0, 1, 2, 0, 1, 2, 1] if part == "train_labels" else [3, 0, 2]
-        assert _dataset(**{part: labels}).digest != whole
+        labels = labels.copy()
+        labels[-1] ^= 1
+        assert len({base, _dataset(**other, **{f"{part}_images": images}).digest}) == 2
+        assert _dataset(**{f"{part}_labels": labels}).digest != base
     monkeypatch.setattr(module, "CHUNK_BYTES", 5 * 4 * 3 * 2)
     assert _dataset().digest == whole
 

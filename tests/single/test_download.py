@@ -10,7 +10,6 @@ import io
 import random
 import re
 import shutil
-import socket
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -38,19 +37,17 @@ class Server(ThreadingHTTPServer):
     """Serves `body`; the first answers fail with these statuses, where a string is a redirect."""
 
     daemon_threads = True
+    cut: int | None = None  # close the connection after this number of bytes of the body
+    holds = False  # send nothing of the body until `release`
 
     def __init__(self, body: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.body = body
+        self.body, self.asked, self.release = body, 0, threading.Event()
         self.fails: list[int | str] = []
-        self.cut: int | None = None  # close the connection after this number of bytes of the body
-        self.hold: int | None = None  # after this number of bytes of the body, wait for `release`
-        self.asked = 0
-        self.release = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/cifar-10-binary.tar.gz"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that was killed
+        pass  # a client that has gone
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,10 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(server.body)))
         self.end_headers()
-        if server.hold is not None:
-            self.wfile.write(server.body[: server.hold])
+        if server.holds:
             server.release.wait(SECONDS)
-        self.wfile.write(server.body[server.hold or 0 : server.cut])
+        self.wfile.write(server.body[: server.cut])
         self.close_connection = True
 
 
@@ -145,77 +141,63 @@ def bring(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return bring
 
 
-def assert_nothing(data_dir: Path) -> None:
-    assert {path.name for path in data_dir.iterdir()} <= {".lock"}
-
-
 def test_whole_download_then_none(
-    server: Server, bring: Any, data_dir: Path, capfd: pytest.CaptureFixture[str]
+    server: Server, bring: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
     signs: list[int] = []
-    folder = bring(Onlooker(is_told=lambda: signs.append(1)))
+    shown: list[str] = []
+    folder = bring(Onlooker(is_told=lambda: signs.append(1), is_shown=shown.append))
     assert folder == data_dir / CIFAR10.folder
     CIFAR10.check(folder)
     assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
     # A download on a slow line takes longer than any time-out for a hang.
     assert len(signs) >= len(server.body) // CHUNK_BYTES > 1
+    pattern = r"downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
+    assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown)
     assert bring() == folder and server.asked == 1  # a second call finds the files, and asks nobody
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_is_shown(bring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
-    shown: list[str] = []
-    bring(Onlooker(is_shown=shown.append))
-    pattern = r"downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
-    assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown)
-
-
-@pytest.mark.parametrize("fails", [[503], [404, "/elsewhere"], [500, 500]])
+@pytest.mark.parametrize("fails", [[503], [404, "/elsewhere"]])
 def test_a_failure_of_the_server_is_tried_again(server: Server, bring: Any, fails: list[int | str]) -> None:
     server.fails = fails.copy()
     assert bring().is_dir() and server.asked == 1 + len(fails)
 
 
-def test_who_waits_for_the_lock_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_another_process_says_so_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And tells a watchdog that it lives."""
     monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.01)
     signs: list[str] = []
-    ready, free = threading.Event(), threading.Event()
+    begun, free = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with host_files.locked(tmp_path):
-            ready.set()
-            free.wait(SECONDS)
+    def make(part: Path) -> Path:
+        begun.set()
+        assert free.wait(SECONDS)
+        return part
 
     def seen(line: str = "a sign of life") -> None:
         signs.append(line)
         free.set()
 
-    thread = threading.Thread(target=hold)
+    place = tmp_path / "set"
+    thread = threading.Thread(target=host_files.have_made, args=(place, Path.exists, make))
     thread.start()
-    ready.wait(SECONDS)
-    with host_files.locked(tmp_path, Onlooker(is_told=seen, is_shown=seen)):
-        assert signs[:2] == [
-            "a sign of life",
-            f"waiting for another process, which makes files in {tmp_path}",
-        ]
+    begun.wait(SECONDS)
+    onlooker = Onlooker(is_told=seen, is_shown=seen)
+    host_files.have_made(place, Path.exists, lambda _: pytest.fail("made it again"), onlooker)
     thread.join()
+    waiting = f"waiting for another process, which makes files in {tmp_path}"
+    assert signs[:2] == ["a sign of life", waiting] and place.is_dir()
 
 
-@pytest.mark.parametrize("name", ["auto", "cifar10"])
-def test_a_wrong_checksum_names_both_and_leaves_nothing(server: Server, data_dir: Path, name: str) -> None:
+def test_a_wrong_checksum_names_both_and_leaves_nothing(server: Server, data_dir: Path) -> None:
     with pytest.raises(UserError, match=f"not the archive of CIFAR-10 .*{CIFAR10.md5}.*{md5(server.body)}") as caught:
-        prepare(settings(server.url, data_dir, name), Onlooker(is_warned=pytest.fail))
+        prepare(settings(server.url, data_dir, "auto"), Onlooker(is_warned=pytest.fail))
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
-    assert "\n" not in str(caught.value)
-    assert_nothing(data_dir)
-
-
-def closed_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    assert "\n" not in str(caught.value) and [path.name for path in data_dir.iterdir()] in ([], [".lock"])
 
 
 @pytest.mark.parametrize(
@@ -224,7 +206,6 @@ def closed_port() -> str:
         ("404", "404 Client Error: Not Found"),
         ("cut", "IncompleteRead"),
         ("silent", "Read timed out"),
-        ("nobody", "Connection refused"),
         ("no host", "nowhere.invalid"),  # a name that no resolver may know, RFC 6761
         ("proxy that is none", "not a valid host or port"),
         ("certificates", "CA certificate"),
@@ -233,33 +214,24 @@ def closed_port() -> str:
 def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
     server: Server, data_dir: Path, fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = {"nobody": f"http://{closed_port()}/x", "no host": "http://nowhere.invalid/x"}.get(fault, server.url)
-    if fault == "404":
-        server.fails = [404] * 3
-    server.cut = 1000 if fault == "cut" else None
-    server.hold = 1000 if fault == "silent" else None
+    url = "http://nowhere.invalid/x" if fault == "no host" else server.url
+    server.fails = [404] * 3 if fault == "404" else []
+    server.cut, server.holds = 1000 if fault == "cut" else None, fault == "silent"
     monkeypatch.setattr(cifar, "TIMEOUT", (10.0, 0.2))
     if fault == "proxy that is none":
         monkeypatch.setenv("http_proxy", "http://[")
     if fault == "certificates":
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(data_dir / "none.pem"))
         url = url.replace("http:", "https:")
-    with pytest.raises(
-        DownloadError, match=f"cannot download CIFAR-10 from {url}: .*(?i:{reason}).*: check the"
-    ) as caught:
+    wanted = f"cannot download CIFAR-10 from {url}: .*(?i:{reason}).*: check the"
+    with pytest.raises(DownloadError, match=wanted) as caught:
         prepare(settings(url, data_dir))
     assert str(data_dir / CIFAR10.folder) in str(caught.value) and "\n" not in str(caught.value)
-    assert_nothing(data_dir)
-
-
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://", "https:///x"])
-def test_an_address_that_is_none_is_refused_with_the_settings(url: str) -> None:
-    with pytest.raises(UserError, match=f"--data-url {url}: give an address that begins with http"):
-        make(DataSettings, {"data_url": url})
+    assert [path.name for path in data_dir.iterdir()] in ([], [".lock"])
 
 
 def test_an_archive_that_lacks_a_file(server: Server, bring: Any, data_dir: Path) -> None:
     server.body = pack(FILES[1:])
     with pytest.raises(UserError, match=r"data_batch_1.bin has no length \(No such file"):
         bring()
-    assert_nothing(data_dir)
+    assert [path.name for path in data_dir.iterdir()] in ([], [".lock"])

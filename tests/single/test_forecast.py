@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.extensions.forecast import forecast, roughly
+from hvd_cifar.optim.schedules import ImageSizes
 from hvd_cifar.training.plan import Plan
 
 

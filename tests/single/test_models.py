@@ -16,8 +16,7 @@ from benchmarks import nets
 from hvd_cifar import models
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.fast import Dirac, whitening
-from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
-from hvd_cifar.models.pooling import SteadyMaxPooling2D
+from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, SteadyMaxPooling2D
 from hvd_cifar.models.resnet import PadShortcut
 from hvd_cifar.training.step import cross_entropy
 
@@ -39,14 +38,6 @@ def test_parameter_counts(name: str, side: int, parameters: int, paper: float | 
     assert net.parameters == parameters
     assert paper is None or round(parameters / 1e4) == round(paper / 1e4)
     assert net.model(np.zeros((2, side, side, 3), np.float32)).shape == (2, 10)
-
-
-def test_a_resnet_has_the_layers_of_its_name_and_halves_images_twice() -> None:
-    model = nets.build("resnet20", 32).model
-    assert sum(isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) for layer in model.layers) == 20
-    ends = [model.get_layer(f"stage{stage}_block3_norm2").output for stage in (1, 2, 3)]
-    found = keras.Model(model.inputs, ends)(np.zeros((1, 32, 32, 3), np.float32))
-    assert [values.shape[1:] for values in found] == [(32, 32, 16), (16, 16, 32), (8, 8, 64)]
 
 
 def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
@@ -72,10 +63,7 @@ def test_nets_train_in_every_precision(precision: str) -> None:
 @pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
 def test_keras_can_make_a_net_anew_from_its_configuration(name: str, tmp_path: Path) -> None:
     model = nets.build(name, 16, "float32").model
-    clone = keras.models.clone_model(model)
-    clone.set_weights(model.get_weights())
     images = np.random.default_rng(6).normal(size=(3, 16, 16, 3)).astype(np.float32)
-    assert np.array_equal(clone(images), model(images))
     model.save(tmp_path / "net.keras")
     assert np.array_equal(keras.saving.load_model(tmp_path / "net.keras")(images), model(images))
 
@@ -148,37 +136,16 @@ def _with_gradient(function: Callable[[Any], Any], x: Any, upstream: Any) -> tup
     return y, tape.gradient(y, x, tf.cast(upstream, y.dtype))
 
 
-# Height, width and size of the window.
-WINDOWS = [(6, 8, 2), (5, 7, 2), (7, 6, 3), (3, 3, None), (4, 1, None)]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "height", "width", "size"),
-    [
-        *((dtype, *window) for dtype in PRECISIONS for window in WINDOWS),
-        # A half type rounds some of 27 x 27 different pixels to one value.
-        ("float32", 27, 27, None),
-        ("float64", 27, 27, None),
-    ],
-)
-def test_steady_maximum_is_the_maximum(dtype: str, height: int, width: int, size: int | None) -> None:
-    draw = np.random.default_rng(12)
-    images = draw.permutation(3 * height * width * 5).reshape(3, height, width, 5) / 256  # no two of them near
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("size", [2, 3, None])
+def test_steady_maximum_is_the_maximum(dtype: str, size: int | None) -> None:
+    images = np.random.default_rng(12).permutation(2 * 7 * 8 * 3).reshape(2, 7, 8, 3) / 256  # no two of them near
     layer = SteadyMaxPooling2D(size, dtype=dtype)
-    window = (size or height, size or width)
-
-    def plain(x: Any) -> Any:
-        pooled = tf.nn.max_pool2d(x, window, window, "VALID")
-        return pooled if size else pooled[:, 0, 0]
-
     x = tf.cast(images, layer.compute_dtype)
-    upstream = draw.normal(size=layer(x).shape)
-    found = _with_gradient(tf.function(layer, autograph=False), x, upstream)
-    expected = _with_gradient(plain, tf.cast(x, tf.float32), tf.cast(tf.cast(upstream, x.dtype), tf.float32))
-    assert found[0].dtype == layer.compute_dtype
-    for one, other in zip(found, expected, strict=True):
-        # The last pixel of a window is lowered by its place in it times TIE.
-        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=1e-6, atol=window[0] * window[1] * 1e-5)
+    pooled = tf.nn.max_pool2d(tf.cast(x, "float32"), size, size, "VALID") if size else tf.reduce_max(x, axis=[1, 2])
+    found = tf.function(layer, autograph=False)(x)
+    assert found.dtype == layer.compute_dtype and layer.compute_output_shape((2, 7, 8, 3)) == found.shape
+    np.testing.assert_allclose(tf.cast(found, "float64"), tf.cast(pooled, "float64"), atol=7 * 8 * 1e-5)  # times TIE
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 3e-7), ("float64", 1e-15)])
@@ -194,20 +161,6 @@ def test_steady_maximum_s_gradient_does_not_depend_on_rounding(dtype: str, round
     step = size or 4
     expected[:, ::step, ::step] = upstream.reshape(50, 4 // step, 4 // step, 7)  # the first pixel's, all of it
     np.testing.assert_array_equal(gradient, expected.astype(dtype))
-
-
-@pytest.mark.parametrize("size", [3, None])
-def test_steady_maximum_as_keras_builds_and_saves_it(size: int | None) -> None:
-    layer = SteadyMaxPooling2D(size, name="pool")
-    again = SteadyMaxPooling2D.from_config(layer.get_config())
-    images = np.random.default_rng(15).normal(size=(2, 7, 10, 3)).astype(np.float32)
-    assert layer.compute_output_shape((None, None, 10, 3)) == ((None, None, 3, 3) if size else (None, 3))
-    assert layer.compute_output_shape(images.shape) == layer(images).shape
-    assert np.array_equal(again(images), layer(images))
-    unknown = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec((None, None, None, 3)))
-    assert np.allclose(unknown(images), layer(images), atol=7e-4)  # 69 pixels times TIE
-    with pytest.raises(ValueError, match="7 x 1 pixels has no window of 3 x 3|not 0"):
-        SteadyMaxPooling2D(size or 0)(np.zeros((1, 7, 1, 3), np.float32))
 
 
 @pytest.mark.parametrize("side", [4, 5])
@@ -233,20 +186,15 @@ def test_dirac_passes_its_input_on_in_the_first_channels() -> None:
     assert np.allclose(tf.nn.conv2d(x, fewer, 1, "SAME"), x[..., :2], atol=1e-6)
 
 
-def test_whitening_makes_the_values_of_a_patch_uncorrelated() -> None:
+def test_whitening_makes_the_values_of_a_patch_uncorrelated_the_same_on_all_machines() -> None:
     draw = np.random.default_rng(6)
     smooth = draw.normal(size=(400, 9, 9, 3)) @ draw.normal(size=(3, 3))  # colours go together
     images = ((smooth[:, 1:] + smooth[:, :-1])[:, :, :8]).astype(np.float32)
     kernel = whitening(images, epsilon=0.0)
-    assert kernel.shape == (2, 2, 3, 24)
     found = tf.nn.conv2d(images, kernel, 1, "VALID").numpy().reshape(-1, 24)
     assert np.allclose(found[:, :12], -found[:, 12:], atol=1e-4)
     assert np.allclose(found[:, :12].T @ found[:, :12] / len(found), np.eye(12), atol=1e-3)
-
-
-def test_whitening_is_finite_and_the_same_on_all_machines() -> None:
-    images = np.random.default_rng(8).normal(size=(100, 6, 6, 3)).astype(np.float32)
-    filters = whitening(images).reshape(12, 24)[:, :12]  # an eigenvector's sign depends on the linear algebra
+    filters = kernel.reshape(12, 24)[:, :12]  # an eigenvector's sign depends on the linear algebra
     assert (np.take_along_axis(filters, np.abs(filters).argmax(axis=0)[None], axis=0) > 0).all()
     images[..., 2] = images[..., 0]  # a direction without variance
     assert np.abs(whitening(images)).max() <= 5e-4**-0.5
@@ -263,31 +211,18 @@ def test_only_layers_that_learn_from_images_ask_for_them() -> None:
     models.adapt(models.Net(fixed, []), lambda: pytest.fail("nothing learns"))
 
 
-def test_images_that_are_too_small_for_fast_are_refused_when_it_is_built() -> None:
-    nets.build("fast", 8, "float32")
-    with pytest.raises(UserError, match=r"--model fast: ValueError: an image of 1 x 1 pixels has no window of 2 x 2"):
-        nets.build("fast", 7, "float32")
-
-
 def test_smoothed_cross_entropy_is_keras_s() -> None:
     draw = np.random.default_rng(9)
-    logits, labels = draw.normal(size=(6, 10)), draw.integers(0, 10, 6).astype(np.int32)
-    expected = keras.losses.categorical_crossentropy(
-        np.eye(10)[labels], tf.constant(logits), from_logits=True, label_smoothing=0.2
-    )
-    assert np.allclose(cross_entropy(labels, tf.constant(logits), 0.2).numpy(), expected.numpy(), rtol=1e-6)
-    assert not np.allclose(cross_entropy(labels, tf.constant(logits)).numpy(), expected.numpy(), rtol=1e-2)
+    logits, labels = tf.constant(draw.normal(size=(6, 10))), draw.integers(0, 10, 6).astype(np.int32)
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2, reduction=None)
+    assert np.allclose(cross_entropy(labels, logits, 0.2), loss(np.eye(10)[labels], logits), rtol=1e-6)
 
 
 def _with_last(*last: Any, nested: bool = False) -> models.Model:
     def build(image_shape: tuple[int, int, int], classes: int) -> Any:
-        x = images = keras.Input(image_shape)
         layers = [keras.layers.Flatten(), *(keras.layers.Dense(classes) if layer is None else layer for layer in last)]
-        if nested:
-            return keras.Sequential([images, keras.Sequential(layers)])
-        for layer in layers:
-            x = layer(x)
-        return keras.Model(images, x)
+        images = keras.Input(image_shape)
+        return keras.Sequential([images, keras.Sequential(layers)] if nested else [images, *layers])
 
     return models.Model("mine", build)
 
@@ -296,7 +231,6 @@ def _with_last(*last: Any, nested: bool = False) -> models.Model:
 def test_a_net_that_makes_probabilities_is_refused(nested: bool) -> None:
     dense, named = keras.layers.Dense, {"name": "last"}
     for last in (
-        [dense(3, activation="softmax", **named)],
         [dense(3, activation="sigmoid", **named)],
         [None, keras.layers.Activation("softmax", **named)],
         [None, keras.layers.Softmax(**named)],
@@ -305,8 +239,6 @@ def test_a_net_that_makes_probabilities_is_refused(nested: bool) -> None:
             models.with_recipe(_with_last(*last, nested=nested), (4, 4, 1), 3)
     for fine in ([dense(5, activation="softmax"), None], [dense(3, activation="relu")]):
         models.with_recipe(_with_last(*fine, nested=nested), (4, 4, 1), 3)
-    with pytest.raises(UserError, match="--model mine: its last layer softmax.* makes probabilities"):
-        models.with_recipe(_with_last(None, keras.activations.softmax), (4, 4, 1), 3)
 
 
 class FailsWhenCalled(keras.Model):
@@ -338,12 +270,7 @@ def test_normalization_learns_once_and_from_its_own_input() -> None:
     assert np.allclose(norm.mean, 9.0)
     one = net.layers[1](np.full((1, 4, 4, 2), 10.0))
     assert np.asarray(inner.mean).shape == (1, 32) and np.allclose(inner.mean, keras.ops.max(one))
-
-
-def test_normalization_that_the_net_s_graph_does_not_show_is_told() -> None:
-    inner = keras.Sequential([keras.layers.Normalization(), keras.layers.Flatten()])
-    net = keras.Sequential([keras.Input((4, 4, 2)), inner])
-    with pytest.raises(
-        UserError, match="the layer normalization.* learns from images, and is in a part of the net: give"
-    ):
+    within = keras.Sequential([keras.layers.Normalization(), keras.layers.Flatten()])
+    net = keras.Sequential([keras.Input((4, 4, 2)), within])
+    with pytest.raises(UserError, match="the layer normalization.* learns from images, and is in a part of the net"):
         models.adapt(models.Net(net, []), lambda: np.ones((4, 4, 4, 2), np.float32))

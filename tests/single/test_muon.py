@@ -24,15 +24,9 @@ def _by_hand(matrix: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("shape", [(3, 3, 4, 16), (3, 3, 1, 16), (2, 2, 3, 24)])  # the middle one is tall, not wide
 def test_an_orthogonal_kernel_is_newton_and_schulz_s(shape: tuple[int, ...]) -> None:
     kernel = np.random.default_rng(0).normal(size=shape)
+    assert (orthogonal(tf.zeros(shape), 3).numpy() == 0).all()  # of a dead channel: not 0 / |0|
     got = orthogonal(tf.constant(kernel), 3).numpy().reshape(-1, shape[-1]).T
     assert np.allclose(got, _by_hand(kernel.reshape(-1, shape[-1]).T, 3), atol=1e-12)
-
-
-def test_its_singular_values_come_near_one() -> None:
-    kernel = np.random.default_rng(0).normal(size=(3, 3, 8, 16))
-    values = np.linalg.svd(orthogonal(tf.constant(kernel), 5).numpy().reshape(-1, 16))[1]
-    assert values.min() > 0.6 and values.max() < 1.3  # what the coefficients were tuned to
-    assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()  # of a dead channel: not 0 / |0|
 
 
 @pytest.mark.parametrize("resets_norms", [True, False])

@@ -19,9 +19,8 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import convert_sync_batch_norm
 from hvd_cifar.errors import UserError
-from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
-from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.layers import FusedBatchNormalization, QuickRelu
 from hvd_cifar.models.portable import portable
 
 RANDOM = np.random.default_rng(5)
@@ -36,8 +35,10 @@ def _shake(model: keras.Model) -> None:
             variable.assign(RANDOM.uniform(0.5, 1.5, size=variable.shape))
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16", "float64"])
-@pytest.mark.parametrize(("name", "side"), [("fast", 32), ("tutorial", 24), ("resnet20", 32)])
+@pytest.mark.parametrize(
+    ("name", "side", "precision"),
+    [("fast", 32, "mixed_bfloat16"), ("tutorial", 24, "float64"), ("resnet20", 32, "float32")],
+)
 def test_a_portable_net_answers_as_the_net(name: str, side: int, precision: str) -> None:
     model = nets.build(name, side, precision).model
     _shake(model)
@@ -138,12 +139,11 @@ class Subclass(keras.Model):
         (lambda: _net(Plain(name="mine")), r"its layer mine \(Plain\)"),
         (lambda: _net(layers.Lambda(squash)), r"its layer lambda.* \(Lambda\)"),
         (lambda: _net(layers.Conv2D(2, 3, activation=squash)), r"a function in its layer conv2d.* \(Conv2D\)"),
-        (lambda: _net(layers.Conv2D(2, 3, activation=lambda x: x)), r"a function in its layer conv2d.* \(Conv2D\)"),
         (lambda: _net(layers.Conv2D(2, 3, activation=registered)), "its function tests>registered"),
         (lambda: _net(Scaled(2, 3)), r"its layer scaled.* \(Scaled\)"),
         (Subclass, r"its layer subclass.* \(Subclass\)"),
     ],
-    ids=["layer", "Lambda", "function", "lambda", "registered", "inherited", "model"],
+    ids=["layer", "Lambda", "function", "registered", "inherited", "model"],
 )
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
 def test_what_only_its_own_code_can_load_is_refused_by_name(make: Callable[[], keras.Model], named: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -26,8 +28,6 @@ def test_what_is_held_out_and_what_is_left_are_the_whole_set(seed: int, examples
     left, held = sampler.held_out(seed, examples, min(count, examples))
     assert len(held) == min(count, examples) and sorted([*left, *held]) == list(range(examples))
     assert list(held) == sorted(held) and list(left) == sorted(left)
-    if examples > 50 and 10 < count < 40:
-        assert list(held) != list(sampler.held_out(seed + 1, examples, count)[1])
 
 
 def test_a_few_of_many_examples_are_evenly_spaced() -> None:
@@ -38,8 +38,9 @@ def test_a_few_of_many_examples_are_evenly_spaced() -> None:
     ]
 
 
-def _shardings(size: int, accumulation: int = 1, virtual_shards: int | None = None) -> list[sampler.Sharding]:
-    return [sampler.Sharding(rank, size, accumulation, virtual_shards) for rank in range(size)]
+def _of_one_batch(length: int, size: int, *parts: Any) -> list[sampler.Sampler]:
+    """Of each rank, where a global batch is the whole set, in the order of seed 0."""
+    return [sampler.Sampler(length, length, 0, rank, size, *parts) for rank in range(size)]
 
 
 @given(seeds, st.integers(0, 50), counts, batches, sizes, st.integers(1, 5))
@@ -48,7 +49,7 @@ def test_micro_batches_are_the_epoch_without_overlap(
 ) -> None:
     whole = sampler.epoch_order(seed, epoch, examples)
     steps = sampler.steps_per_epoch(examples, batch)
-    samplers = [sampler.Sampler(examples, batch, seed, sharding) for sharding in _shardings(size, accumulation)]
+    samplers = [sampler.Sampler(examples, batch, seed, rank, size, accumulation) for rank in range(size)]
     used: list[int] = []
     for step in range(steps):
         part = whole[step * batch : (step + 1) * batch]
@@ -67,50 +68,44 @@ def test_micro_batches_are_the_epoch_without_overlap(
 
 @given(counts, st.integers(1, 6), sizes)
 def test_accumulated_parts_are_the_same_for_any_number_of_ranks(length: int, parts: int, size: int) -> None:
-    batch = np.arange(100, 100 + length)
+    batch = sampler.epoch_order(0, 0, length)
     for j in range(parts):
-        of_ranks = [sharding.micro_batch(batch, j) for sharding in _shardings(size, parts)]
+        of_ranks = [rank.micro_batch(j)[1] for rank in _of_one_batch(length, size, parts)]
         present = sorted(int(i) for micro_batch in of_ranks for i in micro_batch if i != sampler.PADDING)
-        assert present == list(batch[j * length // parts : (j + 1) * length // parts])
+        assert present == sorted(batch[j * length // parts : (j + 1) * length // parts])
 
 
 @given(counts, st.integers(0, 4), st.integers(0, 4))
 def test_virtual_shards_are_the_same_for_any_number_of_ranks(length: int, of: int, ranks: int) -> None:
     shards, size = 2 ** max(of, ranks), 2 ** min(of, ranks)
-    batch = np.arange(100, 100 + length)
-    alone = sampler.Sharding(0, 1, virtual_shards=shards)
-    found = [s.micro_batch(batch, j).tolist() for s in _shardings(size, 1, shards) for j in range(s.micro_batches)]
-    assert found == [alone.micro_batch(batch, j).tolist() for j in range(shards)]  # in this order: neighbours on a rank
-    assert sorted(i for shard in found for i in shard if i != sampler.PADDING) == batch.tolist()
+    (alone,) = _of_one_batch(length, 1, 1, shards)
+    found = [
+        r.micro_batch(j)[1].tolist() for r in _of_one_batch(length, size, 1, shards) for j in range(r.micro_batches)
+    ]
+    assert found == [alone.micro_batch(j)[1].tolist() for j in range(shards)]  # in this order: neighbours on a rank
+    assert sorted(i for shard in found for i in shard if i != sampler.PADDING) == list(range(length))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 60), sizes)
 def test_a_micro_batch_is_what_dataset_shard_takes(length: int, size: int) -> None:
-    batch = np.arange(100, 100 + length)
-    padded = np.append(batch, [sampler.PADDING] * max(0, size - length)).astype(np.int64)
-    for sharding in _shardings(size):
-        taken = list(tf.data.Dataset.from_tensor_slices(padded).shard(size, sharding.rank).as_numpy_iterator())
-        assert sharding.micro_batch(batch, 0).tolist() == taken
+    padded = np.append(sampler.epoch_order(0, 0, length), [sampler.PADDING] * max(0, size - length)).astype(np.int64)
+    for rank in _of_one_batch(length, size):
+        taken = list(tf.data.Dataset.from_tensor_slices(padded).shard(size, rank.rank).as_numpy_iterator())
+        assert rank.micro_batch(0)[1].tolist() == taken
 
 
 def test_order_depends_on_seed_and_epoch_and_is_fixed_for_ever() -> None:
     # Written down once: a run that is resumed under another NumPy or a later version of this program goes on.
-    assert sampler.epoch_order(0, 0, 10).tolist() == GOLDEN_ORDER
-    assert sampler.epoch_order(0, 1, 10).tolist() != GOLDEN_ORDER
-    assert sampler.epoch_order(1, 0, 10).tolist() != GOLDEN_ORDER
+    assert sampler.epoch_order(0, 0, 10).tolist() == [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]
+    orders = [sampler.epoch_order(seed, epoch, 10).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert len(set(map(tuple, orders))) == 3
+    held_out = [sampler.held_out(seed, 1000, 5)[1].tolist() for seed in (0, 2**40)]
+    assert held_out == [[123, 426, 566, 703, 780], [37, 119, 410, 907, 933]]
+    assert sampler.mix(np.uint64(7)) == 7191089600892374487
+    assert sampler.mix(np.array([5], np.uint64), 7, 2).tolist() == [8699863324141622855]
 
 
 def test_no_caller_can_change_the_order_of_another() -> None:
     with pytest.raises(ValueError, match="read-only"):
         sampler.epoch_order(0, 0, 10)[0] = 5
-
-
-def test_positions_are_uniform() -> None:
-    """Example 0's place over 4,000 epochs: chi-square over 10 bins, 9 degrees of freedom, far under p = 1e-6."""
-    places = [int(np.flatnonzero(sampler.epoch_order(7, epoch, 50) == 0)[0]) for epoch in range(4000)]
-    seen = np.bincount(np.asarray(places) // 5, minlength=10)
-    assert ((seen - 400) ** 2 / 400).sum() < 45
-
-
-GOLDEN_ORDER = [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]

@@ -17,7 +17,6 @@ from hvd_cifar.data.cifar import DownloadError
 from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.data.synthetic import LAYOUT
-from hvd_cifar.errors import UserError
 
 # Of the six files one after the other. A change of the drawing needs a new name, or results of the same name could no
 # longer be compared.
@@ -75,22 +74,3 @@ def test_auto_falls_back_with_a_warning_and_cifar10_does_not(data_dir: Path, mon
     assert "NOT CIFAR-10" in warnings[0] and NOBODY in warnings[0] and "\n" not in warnings[0]
     with pytest.raises(DownloadError, match=NOBODY):
         named("cifar10", data_dir, pytest.fail)
-
-
-def test_a_damaged_file_is_named_not_drawn_again(tmp_path: Path) -> None:
-    folder = tmp_path / LAYOUT.folder
-    folder.mkdir()
-    (folder / "data_batch_1.bin").write_bytes(b"short")
-    with pytest.raises(UserError, match="data_batch_1.bin has 5 bytes"):
-        ensure(tmp_path)
-
-
-def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".unfinished").mkdir()
-    (tmp_path / ".unfinished" / "data_batch_1.bin").write_bytes(b"half")
-    blank = {number: np.zeros((1000 if number == 5 else 10_000, 3073), np.uint8) for number in range(6)}
-    monkeypatch.setattr(synthetic, "draw_file", blank.get)
-    folder = ensure(tmp_path)
-    LAYOUT.check(folder)
-    assert not (tmp_path / ".unfinished").exists()
-    shutil.rmtree(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
-from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.errors import TrainingError, UserError
@@ -143,7 +143,7 @@ def make_bench(world: World, settings: TrainSettings) -> Bench:
     work = prepare(settings, world)
     batch = work.plan.global_batch_size
     whole = work.plan.examples // batch * batch  # no ragged batch: all take the same time
-    sampler = Sampler(whole, batch, work.settings.seed, work.sharding)
+    sampler = replace(work.sampler, examples=whole, global_batch_size=batch)
     device = world.device if "GPU" in world.device else ""
     given = training_batches(
         work.dataset.train, work.transforms, sampler, first_step=0, last_step=ENDLESS, device=device
