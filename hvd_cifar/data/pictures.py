@@ -29,6 +29,7 @@ GREY_MODES = ("1", "L", "LA")  # Pillow's names
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # grey, of 16 bits
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
 FINER = 2.0  # a JPEG is decoded to at least this many times the pixels that a side needs, not to all that it has
+MOST_MARGIN = 8  # times the middle part, before it and after it: a strip of 3000 x 1 pixels would fill the memory
 ATTEMPTS = 10  # to cut a random part that fits into the image
 CROP_DRAWS = 2 * ATTEMPTS + 2  # random numbers of an image: area and proportions of each attempt, row and column
 # Pillow warns of a large image, but refuses one of more than twice the limit: that refusal is enough.
@@ -72,7 +73,8 @@ def _image(path: Path) -> Iterator[Image.Image]:
     except UserError:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        raise Unusable(path, " ".join(reason_of(error).split())) from None
+        reason = reason_of(error).replace(repr(str(path)), "")  # Pillow's own text names it
+        raise Unusable(path, " ".join(reason.split())) from None
 
 
 def head(path: Path) -> Head | None:
@@ -146,7 +148,7 @@ def scaled(whole: Size, part: Size) -> tuple[Span, Span]:
 
     def span(side: int, cut: int, count: int) -> Span:
         start, step = (side - cut) // 2, cut / count
-        margin = int(start / step)
+        margin = min(int(start / step), MOST_MARGIN * count)
         low = max(0.0, start - margin * step)
         return Span(count + 2 * margin, low, min(float(side), low + (count + 2 * margin) * step))
 

@@ -98,7 +98,7 @@ class Sampler:
         It is the shard that `tf.data.Dataset.shard` takes, but never empty.
         """
         step, j = divmod(number, self.micro_batches)
-        epoch, within = divmod(step, steps_per_epoch(self.examples, self.global_batch_size))
+        epoch, within = divmod(step, math.ceil(self.examples / self.global_batch_size))
         first = within * self.global_batch_size
         part = epoch_order(self.seed, epoch, self.examples)[first : first + self.global_batch_size]
         if self.virtual_shards:

@@ -97,15 +97,6 @@ def test_images_of_any_shape_go_through(name: str, shape: tuple[int, int, int]) 
     assert abs(np.mean(image)) < 0.01 and abs(np.std(image) - 1) < 0.01  # by the set's own mean and deviation
 
 
-@pytest.mark.parametrize("first", [1, 4])
-def test_going_on_in_the_middle_gives_the_same_batches(first: int) -> None:
-    whole, rest = _batches(2, 8, 0, 9), _batches(2, 8, first, 9)
-    for rank in range(2):
-        assert len(rest[rank]) == 9 - first
-        for then, now in zip(whole[rank][first:], rest[rank], strict=True):
-            assert all((a == b).all() for a, b in zip(then, now, strict=True))
-
-
 @pytest.mark.parametrize("size", [1, 3, 30])
 def test_evaluation_sees_every_example_once(size: int) -> None:
     labels: list[int] = []
