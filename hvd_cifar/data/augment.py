@@ -56,11 +56,7 @@ class Transforms(NamedTuple):
 
 
 def transforms(name: str, dataset: Dataset) -> Transforms:
-    """The transforms that a recipe names: "standard", "fast", "tutorial", or "none", which distorts nothing.
-
-    Raises:
-        ValueError: where no transforms have that name.
-    """
+    """The transforms that a recipe names: "standard", "fast", "tutorial", or "none"; ValueError for another name."""
     named = {"standard": _standard, "fast": _fast, "tutorial": _tutorial, "none": _plain}
     if name not in named:
         raise ValueError(f"no augmentation is called {name!r}; there are {', '.join(named)}")
@@ -111,8 +107,7 @@ def _cropped(
 ) -> TrainTransform:
     """Images are padded, cut at random to `size`, mirrored where `flips`, and standardised by `finish`.
 
-    Args:
-        pad: rows and columns on each side. They have a colour uint8 [channels], or mirror the edges.
+    `pad` rows and columns on each side have a colour, uint8 [channels], or mirror the edges.
     """
     above, left = pad
 
@@ -219,8 +214,7 @@ def _fast(dataset: Dataset) -> Transforms:
 def _moved(dataset: Dataset, pad: int, flips: Flips, colour: NDArray[np.uint8] | None = None) -> Transforms:
     """Shifts, or random parts of larger images from 64 pixels on, mirrored where `flips`; channels standardised.
 
-    Args:
-        pad: most pixels of a shift, for sides of 32 pixels and more; in proportion below that.
+    `pad` is the most pixels of a shift, for sides of 32 pixels and more; in proportion below that.
     """
     height, width, channels = dataset.image_shape
     plain = _plain(dataset)
@@ -239,8 +233,7 @@ def _moved(dataset: Dataset, pad: int, flips: Flips, colour: NDArray[np.uint8] |
 def _tutorial(dataset: Dataset) -> Transforms:
     """The distortions of TensorFlow's tutorial: random crop of 3/4 of each side, flip, contrast; standardised.
 
-    The test transform takes the middle of the image. The tutorial's random brightness is left out, since
-    standardisation removes it.
+    The test transform takes the middle. Random brightness is left out, since standardisation removes it.
     """
     height, width, channels = dataset.image_shape
     size = max(1, height * 3 // 4), max(1, width * 3 // 4)

@@ -27,32 +27,21 @@ TIMEOUT = (10.0, 60.0)  # seconds: to connect, and without a new byte
 
 @dataclass(frozen=True)
 class Layout:
-    """One of the binary layouts, a `source.Source`.
+    """One of the binary layouts, a `source.Source`."""
 
-    Attributes:
-        name: for `--dataset`; title: as its authors write it.
-        folder: in the archive.
-        train, test: records by file, in the order of the examples.
-        label_bytes: at the start of a record; the last of them is the label, from 0 to classes - 1.
-        names_file: in the folder, a class name in each line; it may be absent.
-        archive: address of the archive; md5: its published checksum.
-        channel_mean, channel_deviation: of the training images; None: computed when the set is read.
-        draw: draws the files into a folder, and returns it; None: they are in the archive.
-    """
-
-    name: str
-    title: str
-    folder: str
-    train: Mapping[str, int]
+    name: str  # for `--dataset`
+    title: str  # as its authors write it
+    folder: str  # in the archive
+    train: Mapping[str, int]  # records by file, in the order of the examples
     test: Mapping[str, int]
-    label_bytes: int
+    label_bytes: int  # at the start of a record; the last of them is the label, from 0 to classes - 1
     classes: int
-    names_file: str
-    archive: str
-    md5: str
-    channel_mean: tuple[float, ...] | None = None
+    names_file: str  # in the folder, a class name in each line; it may be absent
+    archive: str  # its address
+    md5: str  # as published
+    channel_mean: tuple[float, ...] | None = None  # of the training images; None: computed when the set is read
     channel_deviation: tuple[float, ...] | None = None
-    draw: Callable[[Path, Onlooker], Path] | None = None
+    draw: Callable[[Path, Onlooker], Path] | None = None  # into a folder, which it returns; None: in the archive
 
     @property
     def files(self) -> tuple[str, ...]:

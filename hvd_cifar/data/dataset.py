@@ -32,17 +32,11 @@ Images = Any
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by index.
-
-    Attributes:
-        images: uint8 [n, height, width, channels]; an array in memory, a `np.memmap`, or an object that reads them.
-        labels: int32 [n], the number of each example's class.
-        numbers: int64 [n], each example's index in the data set's training part; None: it is its own index.
-    """
+    """Examples by index."""
 
     images: Images
-    labels: NDArray[np.int32]
-    numbers: NDArray[np.int64] | None = None
+    labels: NDArray[np.int32]  # [n], the number of each example's class
+    numbers: NDArray[np.int64] | None = None  # [n], indices in the data set's training part; None: its own index
 
     def __len__(self) -> int:
         return len(self.labels)

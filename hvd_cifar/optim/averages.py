@@ -7,10 +7,7 @@ import tensorflow as tf
 
 
 class _Averages:
-    """A value for each of some variables, which begins as the variable's, and a counter of steps.
-
-    `variables` are what has to be saved, restored and broadcast.
-    """
+    """A value for each of some variables, which begins as the variable's, and a counter of steps."""
 
     def __init__(self, variables: list[keras.Variable], name: str, counter: str) -> None:
         self.sources = variables
@@ -19,7 +16,7 @@ class _Averages:
             keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"{name}_{i}")
             for i, v in enumerate(variables)
         ]
-        self.variables = [self.steps, *self.values]
+        self.variables = [self.steps, *self.values]  # what has to be saved, restored and broadcast
 
 
 class MovingAverage(_Averages):

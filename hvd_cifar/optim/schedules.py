@@ -43,21 +43,14 @@ Decay = Staircase | Callable[[float], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of a run: a linear warm-up, then a staircase or a function.
+    """The learning rate of a run: a linear warm-up, then a staircase or a function."""
 
-    Attributes:
-        base, peak: learning rate at the start of the warm-up, and after it.
-        warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
-        decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
-        shape: factor as a function of the finished fraction of `shape_steps`; None: no such factor.
-    """
-
-    base: float
-    peak: float
-    warmup_steps: int
-    decay_steps: tuple[int, ...]
+    base: float  # at the start of the warm-up (Goyal et al. 2017, section 2.2)
+    peak: float  # after it
+    warmup_steps: int  # 0: none
+    decay_steps: tuple[int, ...]  # at which the rate is multiplied by `decay`, ascending
     decay: float
-    shape: Callable[[float], float] | None = None
+    shape: Callable[[float], float] | None = None  # factor by the finished fraction of `shape_steps`; None: none
     shape_steps: int = 1
 
     def __call__(self, step: int) -> float:
@@ -91,15 +84,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Progressive resizing: image sizes, each for an equal part of a run's steps.
+    """Progressive resizing: image sizes, each for an equal part of a run's steps."""
 
-    Attributes:
-        sides: heights of images in pixels, one for each part; widths follow in proportion.
-        total_steps: of all epochs, even where --max-steps ends the run earlier.
-    """
-
-    sides: tuple[int, ...]
-    total_steps: int
+    sides: tuple[int, ...]  # heights of images in pixels, one for each part; widths follow in proportion
+    total_steps: int  # of all epochs, even where --max-steps ends the run earlier
 
     def __call__(self, step: int) -> int:
         """The size for the next step after `step` finished ones."""
