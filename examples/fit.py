@@ -18,7 +18,7 @@ shard = slice(hvd.rank(), None, hvd.size())  # each rank learns from examples of
 
 model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)])
 optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))  # gradients are averaged over all ranks
-model.compile(optimizer, loss="mse", jit_compile=False)  # XLA cannot compile Horovod's operations
+model.compile(optimizer, loss="mse")
 broadcast_variables(model)  # every rank starts from rank 0's weights
 history = model.fit(inputs[shard], targets[shard], batch_size=64, epochs=8, verbose=2 if hvd.rank() == 0 else 0)
 

@@ -20,8 +20,7 @@ import tensorflow as tf
 
 from hvd_cifar.distributed import buckets
 from hvd_cifar.distributed.batch_norm import local_statistics
-from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.reduction import Reduction
+from hvd_cifar.distributed.reduction import Reduction, add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.layers import FusedBatchNormalization, narrow, widen

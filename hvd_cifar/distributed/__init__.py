@@ -1,6 +1,4 @@
-"""Data-parallel training over Horovod, for any program of Keras 3 on TensorFlow.
-
-It needs Horovod, Keras and TensorFlow, and nothing else of `hvd_cifar`. A program needs these lines:
+"""Data-parallel training over Horovod, for any program of Keras 3 on TensorFlow, which needs these lines:
 
     import horovod.tensorflow as hvd
     from hvd_cifar.distributed import DistributedOptimizer, broadcast_variables
@@ -11,8 +9,6 @@ It needs Horovod, Keras and TensorFlow, and nothing else of `hvd_cifar`. A progr
 
 `convert_sync_batch_norm(model)` makes its batch norm layers use the statistics of the global batch, and
 `prove_averaging(optimizer)` shows, before training, that gradients reach all ranks.
-
-Names are imported at their first use, so that importing the package does not start TensorFlow.
 """
 
 from __future__ import annotations
@@ -21,20 +17,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batch_norm import SyncBatchNormalization, convert_sync_batch_norm
-    from .collectives import broadcast_variables
-    from .optimizer import DistributedOptimizer
-    from .proof import prove_averaging
+    from .batch_norm import SyncBatchNormalization as SyncBatchNormalization
+    from .batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
+    from .collectives import broadcast_variables as broadcast_variables
+    from .optimizer import DistributedOptimizer as DistributedOptimizer
+    from .proof import prove_averaging as prove_averaging
 
-__all__ = [
-    "DistributedOptimizer",
-    "SyncBatchNormalization",
-    "broadcast_variables",
-    "convert_sync_batch_norm",
-    "prove_averaging",
-]
-
-_ROOMS = {
+_MODULES = {
     "DistributedOptimizer": "optimizer",
     "SyncBatchNormalization": "batch_norm",
     "convert_sync_batch_norm": "batch_norm",
@@ -44,6 +33,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    """A name, imported at its first use: importing the package does not start TensorFlow."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

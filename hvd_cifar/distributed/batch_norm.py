@@ -1,7 +1,4 @@
-"""Batch normalisation with the statistics of the global batch: a layer, and the conversion of a model's own layers.
-
-Horovod's own layer is made for Keras 2 and does not run under Keras 3.
-"""
+"""Batch normalisation with the statistics of the global batch: a layer, and the conversion of a model's own layers."""
 
 from __future__ import annotations
 
@@ -14,21 +11,19 @@ import keras
 import tensorflow as tf
 
 from . import collectives
-from .subclass import put_in_front
+from .keras_classes import put_in_front
 
 # A Keras model passes only `training` and `mask` on to its layers, so a context variable carries this flag to them. It
 # is no attribute of a layer, since it belongs to one call.
 _present: ContextVar[Any] = ContextVar("present", default=True)
+_Layer: Any = object  # the layer's own class comes after `Synchronized`
 
 
 @contextmanager
 def examples_present(flag: Any) -> Iterator[None]:
-    """In this block synchronised layers leave this rank's batch out of the statistics if `flag` is false.
+    """In this block synchronised layers leave this rank's batch out of the statistics if `flag`, a boolean, is false.
 
     A rank without an example computes the step on a placeholder: no convolution takes an empty batch on the CPU.
-
-    Args:
-        flag: a boolean scalar; in a graph, a tensor.
     """
     token = _present.set(flag)
     try:
@@ -37,35 +32,25 @@ def examples_present(flag: Any) -> Iterator[None]:
         _present.reset(token)
 
 
-class Synchronized:
+class Synchronized(_Layer):
     """The class in front of a batch norm layer's own; it replaces the layer's computation in training.
 
     Sums are of the inputs minus the moving mean, which is the same on all ranks: the variance is then a difference of
     small numbers (Chan, Golub, LeVeque 1983, "shifted data").
     """
 
-    # Attributes of the layer's own class.
-    gamma: Any
-    beta: Any
-    moving_mean: Any
-    moving_variance: Any
-    momentum: float
-    epsilon: float
-    trainable: bool
-    compute_dtype: str
-
     _unbiased = False  # whether the moving variance takes n / (n - 1) times the batch's
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Inputs of any number of dimensions -> the same shape; with `training` a collective."""
         if not training or not self.trainable:
-            return super().call(inputs, training=False)  # type: ignore[misc]
+            return super().call(inputs, training=False)
         real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
-        axis = getattr(self, "axis", -1) % inputs.shape.rank
-        channels, others = inputs.shape[axis], [i for i in range(inputs.shape.rank) if i != axis]
-        along = [channels if i == axis else 1 for i in range(inputs.shape.rank)]
-        moving_mean = tf.cast(self.moving_mean, real)
-        moving_variance = tf.cast(self.moving_variance, real)
+        rank = inputs.shape.rank
+        axis = getattr(self, "axis", -1) % rank
+        channels, others = inputs.shape[axis], [i for i in range(rank) if i != axis]
+        along = [channels if i == axis else 1 for i in range(rank)]
+        moving_mean, moving_variance = tf.cast(self.moving_mean, real), tf.cast(self.moving_variance, real)
 
         shifted = counted = tf.cast(inputs, real) - tf.reshape(moving_mean, along)
         count = tf.cast(tf.reshape(tf.size(inputs) // channels, [1]), real)
@@ -96,10 +81,8 @@ class Synchronized:
 class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
     """Batch normalisation by the mean and variance of all ranks' examples together (Ioffe and Szegedy 2015).
 
-    Every rank computes the number of its inputs, their sum and the sum of their squares. One all-reduce of 2 c + 1
-    numbers turns these into the sums of the global batch. The gradient is also an all-reduce, since each rank's
-    examples change the loss of all others. Ranks of unequal batches compute what one rank with all examples would.
-    Every rank must call the layer equally often: with `training`, it is a collective.
+    One all-reduce of 2 c + 1 numbers gives the count of the global batch's inputs, their sum and the sum of their
+    squares; the gradient is another. Every rank must call the layer equally often: with `training`, it is a collective.
 
     Arguments, weights and saved form are those of `keras.layers.BatchNormalization`; some defaults differ. The moving
     variance averages unbiased variances, as in TensorFlow's fused kernel.
@@ -125,20 +108,12 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
     """Make every batch norm layer of a model compute its training statistics over all ranks' examples together.
 
     The layers themselves change, also in nested models; weights, their names, evaluation and the saved model stay the
-    same. The moving variance stays as the layer's class defines it: of biased variances in Keras's, of unbiased ones in
-    a class that sets `averages_unbiased_variances`, as `FusedBatchNormalization` does. Convert before `compile` and
-    before the first training step: a graph that is already traced keeps the statistics of each rank. Every rank must
-    make the same calls with `training`: they are collectives.
+    same. The moving variance stays of biased variances in Keras's layer, of unbiased ones in a class that sets
+    `averages_unbiased_variances`. Convert before `compile` and before the first training step: a graph that is already
+    traced keeps the statistics of each rank. Every rank must make the same calls with `training`: they are collectives.
 
-    Args:
-        model: built or not, with layers of `keras.layers.BatchNormalization`, or of a class with its weights that sets
-            `averages_unbiased_variances`.
-
-    Returns:
-        The number of layers converted; layers that were synchronised before do not count.
-
-    Raises:
-        ValueError: where a layer has `renorm=True`; no layer is converted then.
+    Returns the number of layers converted, without those that were before. Raises ValueError where a layer has
+    `renorm=True`, and converts none.
     """
     found = local_layers(model)
     for layer in found:

@@ -8,18 +8,14 @@ gradients of all activations first and those of the weights afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 
 def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
-    """Indices of tensors by bucket, in the order given. A bucket is closed as soon as it holds `most` bytes.
-
-    Args:
-        sizes: bytes of each tensor, in the order in which they become ready.
-        most: None: all tensors in one bucket.
-    """
+    """Indices of tensors of these bytes, by bucket: one is closed as soon as it holds `most` bytes (None: never)."""
     buckets: list[list[int]] = []
     held = 0
     for index, size in enumerate(sizes):
@@ -32,11 +28,7 @@ def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
 
 
 def gate(messages: Sequence[Any]) -> None:
-    """Make a graph complete each message before it starts what only later messages need. Eagerly it does nothing.
-
-    Args:
-        messages: tensors in the order in which they are to be sent.
-    """
+    """Make a graph complete each message, in this order, before it starts what only later ones need."""
     if tf.executing_eagerly():
         return
     operations = tf.compat.v1.get_default_graph().get_operations()
@@ -53,33 +45,20 @@ def gate(messages: Sequence[Any]) -> None:
 
 def _ancestors(operations: Sequence[Any]) -> dict[str, int]:
     """Each operation and all that precede it, by name: bit i is set for operation i."""
-    number = {operation.name: i for i, operation in enumerate(operations)}
-    found: dict[str, int] = {}
-    waiting = list(operations[::-1])
-    while waiting:
-        operation = waiting[-1]
-        before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-        missing = [other for other in before if other.name not in found]
-        if missing:  # a control input may be created after its operation
-            waiting += missing
-            continue
-        waiting.pop()
-        found[operation.name] = 1 << number[operation.name]
-        for other in before:
-            found[operation.name] |= found[other.name]
+    before = {o.name: [t.op.name for t in o.inputs] + [other.name for other in o.control_inputs] for o in operations}
+    found = {operation.name: 1 << i for i, operation in enumerate(operations)}
+    for name in TopologicalSorter(before).static_order():
+        for other in before[name]:
+            found[name] |= found[other]
     return found
 
 
 def flat(tensors: Sequence[Any]) -> Any:
     """The values of tensors of one type, one after the other: [n]."""
-    if len(tensors) == 1:
-        return tf.reshape(tensors[0], [-1])
     return tf.concat([tf.reshape(t, [-1]) for t in tensors], axis=0)
 
 
 def pieces(values: Any, like: Sequence[Any]) -> list[Any]:
     """The inverse of `flat`: values [n] in the shapes of `like`."""
-    if len(like) == 1:
-        return [tf.reshape(values, tf.shape(like[0]))]
     parts = tf.split(values, [tf.size(t) for t in like])
     return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Collectives of whole values: broadcast, sums over ranks, gathered objects, shared errors; and digests.
+"""Collectives of whole values: broadcast, sums over ranks, gathered objects, shared errors; their names; digests.
 
 Every function here is a collective unless its docstring says "Local": all ranks call it, in the same order.
 """
@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import horovod.tensorflow as hvd
@@ -18,18 +18,35 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from . import buckets, names
-from .errors import TrainingError
-from .trail import note
+from . import buckets
+from .errors import TrainingError, note
 
 T = TypeVar("T")
 
 ALL_RANKS = hvd.global_process_set
-
-# Horovod cannot send the types on the left: their bits travel as the type on the right, which has the same width.
-_CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 # Size of a message of `broadcast_variables`: large, so that messages are few; limited, since each is in memory twice.
 BROADCAST_BYTES = 2**26
+
+
+def in_graph(kind: Literal["Allreduce", "Allgather", "Broadcast"], role: str) -> dict[str, Any]:
+    """The arguments that name a collective of Horovod; none outside of a graph, where ranks meet by order. Local.
+
+    Horovod matches the ranks' operations by their names, by default after what the process has made: ranks that made
+    other tensors wait for ever. These count a role's collectives over the outermost graph, the same on every rank;
+    scopes are left out, which TensorFlow numbers by other operations.
+
+    Args:
+        kind: by it `hvd.elastic.run` knows Horovod's errors. It knows no all-to-alls: they are named as all-gathers.
+        role: what the collective is for, such as "gradients".
+    """
+    if tf.executing_eagerly():
+        return {}
+    graph = tf.compat.v1.get_default_graph()
+    while hasattr(getattr(graph, "outer_graph", None), "outer_graph"):
+        graph = graph.outer_graph
+    roles = graph.get_collection_ref("hvd_cifar_collectives")
+    roles.append(role)
+    return {"name": f"Horovod{kind}_{role}_{roles.count(role)}", "ignore_name_scope": True}
 
 
 def broadcast_variables(
@@ -48,30 +65,27 @@ def broadcast_variables(
         process_set: the ranks that take part; on any other rank the call does nothing.
 
     Raises:
-        ValueError: where an optimizer, or a layer of a model, is not built: its variables would differ from rank to
-            rank. On every rank, where ranks have other variables, or layers with other tables, which are not variables
-            (not inside a graph).
+        ValueError: where an optimizer, or a layer of a model, is not built. On every rank, where ranks have other
+            variables, or layers with other tables beside them (not inside a graph).
     """
     if not process_set.included():
         return
-    variables = [_tensorflow_variable(v) for v in _variables_of(target)]
+    variables = [v.value if isinstance(v, keras.Variable) else v for v in _variables_of(target)]
     if process_set.size() == 1:
         return
     if tf.executing_eagerly():
         _refuse_differences(target, variables, process_set)
-    # Each message costs a negotiation among all ranks: variables of one type travel together.
-    for dtype in dict.fromkeys(v.dtype for v in variables):
-        carrier = _CARRIERS.get(dtype, dtype)
-        alike = [v for v in variables if v.dtype == dtype]
-        sizes = [v.shape.num_elements() * dtype.size for v in alike]
-        for bucket in buckets.plan(sizes, BROADCAST_BYTES):
-            chosen = [alike[i] for i in bucket]
-            values = [_as(v.read_value(), carrier) for v in chosen]
-            note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
-            name = names.in_graph("Broadcast", "variables")
-            received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set, **name)
-            for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
-                variable.assign(_as(piece, dtype))
+    # As bytes: Horovod cannot send all types, and each message costs a negotiation among all ranks.
+    sizes = [(v.shape.num_elements() or 0) * v.dtype.size for v in variables]
+    for bucket in buckets.plan(sizes, BROADCAST_BYTES):
+        chosen = [variables[i] for i in bucket]
+        values = [_bytes_of(v.read_value()) for v in chosen]
+        note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
+        name = in_graph("Broadcast", "variables")
+        received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set, **name)
+        for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
+            is_bool = variable.dtype == tf.bool
+            variable.assign(tf.cast(piece, tf.bool) if is_bool else tf.bitcast(piece, variable.dtype))
     for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with constants that it made of its weights
@@ -91,23 +105,21 @@ def _refuse_differences(target: Any, variables: Sequence[Any], process_set: Any)
 def _described(target: Any, variables: Sequence[Any]) -> list[tuple[str, str, str]]:
     """What a rank would broadcast: what it is, the value that ranks must share, and what to do if they do not."""
     found = []
-    if isinstance(target, keras.Model):
-        if optimizer := getattr(target, "optimizer", None):
-            remedy = "call model.optimizer.build(model.trainable_variables) on every rank first"
-            found.append(("the optimizer", "built" if optimizer.built else "not built", remedy))
-        for layer in target._flatten_layers():
-            # What `adapt` has learnt beside weights is not broadcast.
-            learnt = (
-                layer.get_vocabulary() if hasattr(layer, "get_vocabulary") else getattr(layer, "bin_boundaries", None)
-            )
-            if learnt is not None:
-                table = hashlib.sha256(repr(list(learnt)).encode()).hexdigest()[:16]
-                remedy = "adapt it to the same data on every rank, or give its vocabulary or boundaries"
-                found.append((f"the table of layer {layer.name}", f"of SHA-256 {table}", remedy))
+    if optimizer := getattr(target, "optimizer", None):
+        remedy = "call model.optimizer.build(model.trainable_variables) on every rank first"
+        found.append(("the optimizer", "built" if optimizer.built else "not built", remedy))
+    for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():
+        # What `adapt` has learnt beside weights is not broadcast.
+        learnt = getattr(layer, "bin_boundaries", None)
+        if hasattr(layer, "get_vocabulary"):
+            learnt = layer.get_vocabulary()
+        if learnt is not None:
+            table = hashlib.sha256(repr(list(learnt)).encode()).hexdigest()[:16]
+            remedy = "adapt it to the same data on every rank, or give its vocabulary or boundaries"
+            found.append((f"the table of layer {layer.name}", f"of SHA-256 {table}", remedy))
     remedy = "build the same model and optimizer on every rank"
-    return found + [
-        (f"variable {v.name.removesuffix(':0')}", f"{v.dtype.name} {tuple(v.shape)}", remedy) for v in variables
-    ]
+    of_variables = [(v.name.removesuffix(":0"), f"{v.dtype.name} {tuple(v.shape)}") for v in variables]
+    return found + [(f"variable {name}", value, remedy) for name, value in of_variables]
 
 
 def random_states(model: keras.Model) -> list[keras.Variable]:
@@ -116,9 +128,8 @@ def random_states(model: keras.Model) -> list[keras.Variable]:
     return list({id(state): state for state in found}.values())  # layers may share a generator
 
 
-def _as(values: Any, dtype: Any) -> Any:
-    """The same bits as values of another type."""
-    return values if values.dtype == dtype else tf.bitcast(values, dtype)
+def _bytes_of(value: Any) -> Any:
+    return tf.cast(value, tf.uint8) if value.dtype == tf.bool else tf.bitcast(value, tf.uint8)
 
 
 def _variables_of(target: Any) -> list[Any]:
@@ -140,10 +151,6 @@ def _variables_of(target: Any) -> list[Any]:
     return list(target)
 
 
-def _tensorflow_variable(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
 def all_reduce_sums(values: Sequence[float]) -> list[float]:
     """Sums over all ranks, in float64."""
     if hvd.size() == 1:
@@ -155,8 +162,7 @@ def all_reduce_sums(values: Sequence[float]) -> list[float]:
 def all_reduce_in_graph(value: Any, role: str = "values") -> Any:
     """The sum of a tensor over all ranks, as an operation of the step's own graph; differentiable.
 
-    Args:
-        role: as for `names.in_graph`.
+    `role`: as for `in_graph`.
     """
     if hvd.size() == 1:
         return value
@@ -164,7 +170,7 @@ def all_reduce_in_graph(value: Any, role: str = "values") -> Any:
     @tf.custom_gradient
     def reduce(own: Any) -> tuple[Any, Callable[[Any], Any]]:
         # Each rank's value changes the loss of all ranks. Horovod's own gradient has Horovod's default name.
-        total = hvd.allreduce(own, op=hvd.Sum, **names.in_graph("Allreduce", role))
+        total = hvd.allreduce(own, op=hvd.Sum, **in_graph("Allreduce", role))
         return total, lambda upstream: all_reduce_in_graph(upstream, f"{role}_gradient")
 
     return reduce(value)
@@ -220,12 +226,8 @@ def broadcast_object(value: T) -> T:
 
 def gather_bytes(content: bytes) -> list[bytes]:
     """The bytes of all ranks on rank 0, and [] on the others: one message a rank, which all receive and drop."""
-    found = []
-    for rank in range(hvd.size()):
-        part = all_gather_object(content if hvd.rank() == rank else b"")[rank]
-        if hvd.rank() == 0:
-            found.append(part)
-    return found
+    parts = (all_gather_object(content if hvd.rank() == rank else b"")[rank] for rank in range(hvd.size()))
+    return [part for part in parts if hvd.rank() == 0]
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
@@ -234,17 +236,26 @@ def on_every_rank(function: Callable[[], T]) -> T:
     Otherwise the ranks that did not fail would wait for the others in the next collective.
 
     Raises:
-        Exception: on a rank where `function` failed, its own error, with its type, cause and traceback.
-            On the other ranks, one with the text of the first rank that failed: of its class, or a base of it, that
-            sets `crosses_ranks`; else a TrainingError that names rank and error.
+        Exception: on a rank where `function` failed, its own error. On the others, one with the text of the first rank
+            that failed: of its class, or a base of it, that sets `crosses_ranks`; else a TrainingError that names rank
+            and error.
     """
-    result, failure = None, None
+    failure, told = None, None
     try:
         result = function()
     except Exception as error:  # the other ranks must know of any error
         failure = error
-    _raise_on_all(failure, all_gather_object(None if failure is None else _message(failure)))
-    return result  # type: ignore[return-value]
+        kind = next((kind for kind in type(error).__mro__ if vars(kind).get("crosses_ranks")), None)
+        told = kind, type(error).__name__, str(error)
+    found = all_gather_object(told)
+    if failure is not None:
+        raise failure
+    for rank, outcome in enumerate(found):
+        if outcome is not None:
+            kind, name, text = outcome
+            first_line = next(iter(text.splitlines()), "")
+            raise kind(text) if kind else TrainingError(f"rank {rank} failed with {name}: {first_line}")
+    return result
 
 
 def host_by_host(function: Callable[[], T]) -> T:
@@ -254,37 +265,5 @@ def host_by_host(function: Callable[[], T]) -> T:
 
 
 def on_root(function: Callable[[], T]) -> T:
-    """Call a function on rank 0 alone and give its result to every rank; where it fails, every rank fails.
-
-    Raises: as `on_every_rank`.
-    """
-    result, failure = None, None
-    if hvd.rank() == 0:
-        try:
-            result = function()
-        except Exception as error:  # the other ranks must know of any error
-            failure = error
-    message, result = broadcast_object((None if failure is None else _message(failure), result))
-    _raise_on_all(failure, [message])
-    return result  # type: ignore[return-value]
-
-
-Outcome = tuple["type[Exception] | None", str, str]  # of a failure: the class that crosses ranks, its name, its text
-
-
-def _message(failure: Exception) -> Outcome:
-    kind = next((kind for kind in type(failure).__mro__ if vars(kind).get("crosses_ranks")), None)
-    return kind, type(failure).__name__, str(failure)
-
-
-def _raise_on_all(failure: Exception | None, outcomes: Sequence[Outcome | None]) -> None:
-    """Raise this rank's own failure, else that of the first rank that failed, if any did."""
-    if failure is not None:
-        raise failure
-    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    if not failed:
-        return
-    rank, (kind, name, text) = failed[0]
-    if kind is not None:
-        raise kind(text)
-    raise TrainingError(f"rank {rank} failed with {name}: {text.splitlines()[0] if text else ''}")
+    """Call a function on rank 0 alone, and give its result to every rank. Raises as `on_every_rank`."""
+    return broadcast_object(on_every_rank(lambda: function() if hvd.rank() == 0 else None))  # type: ignore[return-value]

@@ -1,4 +1,11 @@
-"""The error of ranks that cannot go on together. Standard library only."""
+"""What is known of a rank that fails or hangs: its error, and the trail of its phases. Standard library only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+_RING: deque[tuple[float, str]] = deque(maxlen=100)  # when (monotonic, s), and which phase or collective began
 
 
 class TrainingError(Exception):
@@ -15,3 +22,14 @@ class TrainingError(Exception):
     of_one_rank = False
     crosses_ranks = True
     code = 1
+
+
+def note(what: str) -> None:
+    """Remember that a phase or a collective begins."""
+    _RING.append((time.monotonic(), what))
+
+
+def recent() -> list[str]:
+    """The last phases and collectives of this process, oldest first, with the seconds since each began."""
+    now = time.monotonic()
+    return [f"{now - when:8.3f} s ago: {what}" for when, what in list(_RING)]

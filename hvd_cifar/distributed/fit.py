@@ -19,10 +19,7 @@ T = TypeVar("T")
 
 
 class EarlyStopping(keras.callbacks.EarlyStopping):
-    """Keras's EarlyStopping by the mean of the monitored value over the ranks, so that all stop after the same epoch.
-
-    Arguments are Keras's. With `restore_best_weights` every rank restores the weights of the same epoch.
-    """
+    """Keras's EarlyStopping by the mean of the monitored value over the ranks, which stop after the same epoch."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide. A collective."""
@@ -38,47 +35,29 @@ def evaluate(model: keras.Model, x: Any, y: Any, sample_weight: Any = None, batc
     sums over examples or batches, as those of Keras are: means, counts, confusion matrices, AUC.
 
     Args:
-        x: inputs [n, ...], or a tuple, list or dictionary of such; the same on every rank, as are the next two.
-        y: targets [n, ...].
-        sample_weight: [n].
+        x: inputs [n, ...], or a tuple, list or dictionary of such; the same on every rank, as `y` and the weights [n].
         batch_size: of each rank.
-
-    Returns:
-        Values by name, the same on every rank.
     """
-    first, last = _shard(_length(x))
-    some = slice(first, last) if last > first else slice(0, 1)  # Keras takes no empty array
-    weight = None if sample_weight is None else sample_weight[some]
-    model.evaluate(_rows(x, some), _rows(y, some), batch_size, verbose=0, sample_weight=weight)
-    if last == first:
+    count, (own_x, own_y, own_weight) = _shard((x, y, sample_weight))
+    model.evaluate(own_x, own_y, batch_size, verbose=0, sample_weight=own_weight)
+    if not count:
         model.reset_metrics()
     variables = model.metrics_variables
-    sums = iter(all_reduce_sums(np.concatenate([np.ravel(v.numpy()) for v in variables]).tolist()))
-    for variable in variables:
-        count = int(np.prod(variable.shape))
-        variable.assign(np.reshape([next(sums) for _ in range(count)], variable.shape).astype(variable.dtype))
+    sums = all_reduce_sums(np.concatenate([np.ravel(v.numpy()) for v in variables]).tolist())
+    ends = np.cumsum([np.prod(v.shape, dtype=int) for v in variables])
+    for variable, values in zip(variables, np.split(sums, ends[:-1]), strict=True):
+        variable.assign(values.reshape(variable.shape).astype(variable.dtype))
     return {name: float(value) for name, value in model.get_metrics_result().items()}
 
 
 def predict(model: keras.Model, x: Any, batch_size: int = 32) -> Any:
     """The model's outputs for all inputs, each computed by one rank; every rank gets all of them.
 
-    Args:
-        x: inputs [n, ...], or a tuple, list or dictionary of such; the same on every rank.
-        batch_size: of each rank.
-
-    Returns:
-        Arrays [n, ...], in the structure of the model's outputs.
+    `x` and `batch_size` are as for `evaluate`; the outputs are arrays [n, ...], in the structure of the model's.
     """
-    first, last = _shard(_length(x))
-    some = slice(first, last) if last > first else slice(0, 1)
-    own = model.predict(_rows(x, some), batch_size, verbose=0)
-    return keras.tree.map_structure(lambda rows: hvd.allgather(rows[: last - first]).numpy(), own)
-
-
-def steps_per_epoch(batches: int) -> int:
-    """The smallest number of batches that a rank has, for `fit`: with other numbers ranks would wait for each other."""
-    return min(all_gather_object(batches))
+    count, own = _shard(x)
+    outputs = model.predict(own, batch_size, verbose=0)
+    return keras.tree.map_structure(lambda rows: hvd.allgather(rows[:count]).numpy(), outputs)
 
 
 def together(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
@@ -101,14 +80,10 @@ def together(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
         yield last[0], 0.0
 
 
-def _shard(count: int) -> tuple[int, int]:
-    """This rank's neighbouring rows of `count`."""
-    return count * hvd.rank() // hvd.size(), count * (hvd.rank() + 1) // hvd.size()
-
-
-def _length(x: Any) -> int:
-    return len(keras.tree.flatten(x)[0])
-
-
-def _rows(x: Any, some: slice) -> Any:
-    return keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[some]), x)
+def _shard(arrays: Any) -> tuple[int, Any]:
+    """The number of this rank's neighbouring rows of arrays, and the rows; where it has none, one: Keras takes no 0."""
+    length = len(keras.tree.flatten(arrays)[0])
+    first, last = (length * rank // hvd.size() for rank in (hvd.rank(), hvd.rank() + 1))
+    some = slice(first, last) if last > first else slice(0, 1)
+    rows = keras.tree.map_structure(lambda array: None if array is None else tf.convert_to_tensor(array[some]), arrays)
+    return last - first, rows

@@ -1,49 +1,43 @@
 """`DistributedOptimizer`: any Keras 3 optimizer, with gradients reduced over all ranks before they are applied.
 
-Horovod's own wrapper overrides hooks of Keras 2 (`get_gradients`, `_compute_gradients`, `_aggregate_gradients`), none
-of which Keras 3 calls. In Keras 3 all gradients go through `Optimizer.apply`, in `fit` and in a user's own loop. This
-module overrides that method.
+In Keras 3 all gradients go through `Optimizer.apply`, in `fit` and in a user's own loop: this module overrides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from . import loss_scale, names, reduction
-from .reduction import Reduction
-from .subclass import put_in_front
+from . import keras_classes
+from .collectives import in_graph
+from .keras_classes import inner_of as inner_of  # re-exported
+from .keras_classes import put_in_front
+from .reduction import Reduction, all_reduce, name_of
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
+Watch = Callable[[Sequence[Any]], "bool | None"]
+_Optimizer: Any = object  # the optimizer's own class comes after `Distributed`
 
 
-class Distributed:
+class Distributed(_Optimizer):
     """The class that `DistributedOptimizer` puts in front of the optimizer's own.
 
-    Keras does not track the variables that accumulate gradients, and `variables` does not list them: a saved model or
-    checkpoint fits the plain optimizer, and any number of passes.
+    Keras does not track the sums of several passes: a saved model or checkpoint fits the plain optimizer.
     """
 
     _reduction: Reduction
-    _watch: Callable[[Sequence[Any]], None] | None = None
-    _sinks: Sequence[Any] | None = None  # variables that take the reduced gradients in the update's place
+    _watch: Watch | None = None
+    built: bool
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
-    # Attributes of the optimizer's own class.
-    name: str
-    built: bool
-    _trainable_variables: list[keras.Variable]
-    _get_variable_index: Callable[[Any], int]
-    _check_variables_are_known: Callable[[list[Any]], None]
 
     def build(self, variables: Sequence[Any]) -> None:
         """As the optimizer's own."""
-        super().build(variables)  # type: ignore[misc]
+        super().build(variables)
         self._make_pass_sums()
 
     def __reduce__(self) -> Any:
@@ -53,51 +47,39 @@ class Distributed:
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):
             return
-        # In float32 where the variable is of half precision, in which many terms are no longer added.
-        kinds = ["float32" if v.dtype in ("bfloat16", "float16") else v.dtype for v in self._trainable_variables]
-        pairs = zip(self._trainable_variables, kinds, strict=True)
-        zeros = [_local_variable(v.shape, kind, "pass_sum") for v, kind in pairs]
-        object.__setattr__(self, "_pass_sums", zeros)
-        object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
+
+        def zeros(shape: Any, dtype: Any, name: str) -> keras.Variable:
+            # In float32 where the variable is of half precision, in which many terms are no longer added.
+            kind = "float32" if dtype in ("bfloat16", "float16") else dtype
+            return keras.Variable(initializer="zeros", shape=shape, dtype=kind, trainable=False, name=name)
+
+        sums = [zeros(v.shape, v.dtype, "pass_sum") for v in self._trainable_variables]
+        object.__setattr__(self, "_pass_sums", sums)
+        object.__setattr__(self, "_passes_done", zeros((), "int64", "passes_done"))
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """As the optimizer's own, with the reduced gradients. A collective."""
         grads = list(grads)
-        variables = None if trainable_variables is None else list(trainable_variables)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not grads or self._reduction.passes == 1:
-            known = self._trainable_variables if variables is None and self.built else variables
-            self._apply_reduced(self._reduction.reduce(grads, known), variables)
+            self._apply_reduced(self._reduction.reduce(grads, variables), variables)
             return
         if not self.built:
             with keras.name_scope(self.name):
-                self.build(variables or ())
+                self.build(variables)
             self.built = True
-        if variables is None:
-            variables = list(self._trainable_variables)
         self._check_variables_are_known(variables)
         self._apply_every_few_passes(grads, variables)
 
-    @tf.autograph.experimental.do_not_convert
-    def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
-        reduced = self._reduction.reduce([*grads, *values])
-        self._apply_reduced(reduced[: len(grads)], list(variables))
-        return reduced[len(grads) :]
-
-    def _apply_reduced(self, reduced: list[Any], variables: list[Any] | None) -> None:
-        if self._sinks is not None:
-            for sink, gradient in zip(self._sinks, reduced, strict=True):
-                sink.assign(gradient)
-            return
-        if self._watch:
-            self._watch(reduced)
-        super().apply(reduced, variables)  # type: ignore[misc]
+    def _apply_reduced(self, reduced: list[Any], variables: list[Any]) -> None:
+        if not (self._watch and self._watch(reduced)):
+            super().apply(reduced, variables or None)
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         indices = [self._get_variable_index(v) for _, v in present]
-        if other := vars(self).setdefault("_present", set(indices)) ^ set(indices):
+        if other := self.__dict__.setdefault("_present", set(indices)) ^ set(indices):
             raise ValueError(
                 "with backward_passes_per_step every pass must have gradients of the same variables, and only some "
                 f"have one of {self._trainable_variables[min(other)].path}: give zeros instead of None"
@@ -117,7 +99,7 @@ class Distributed:
             total.assign(tf.zeros_like(total.value))
         self._passes_done.assign(0)
         if tf.executing_eagerly():  # a graph, which is traced once, keeps to its variables
-            del vars(self)["_present"]
+            del self.__dict__["_present"]
 
     def _end_pass(self) -> None:
         """The end of a pass that is not the last of its step."""
@@ -127,12 +109,8 @@ class Distributed:
         if self._reduction.is_local:
             return condition
         failed = tf.cast(tf.logical_not(condition), tf.float32)
-        name = names.in_graph("Allreduce", "not_finite")
+        name = in_graph("Allreduce", "not_finite")
         return hvd.allreduce(failed, op=hvd.Sum, process_set=self._reduction.process_set, **name) == 0.0
-
-
-def _local_variable(shape: Any, dtype: Any, name: str) -> keras.Variable:
-    return keras.Variable(initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=name)
 
 
 def DistributedOptimizer(
@@ -151,16 +129,16 @@ def DistributedOptimizer(
 
     Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's.
 
-    The optimizer itself is changed and returned: its class becomes a subclass of the same name, which overrides
-    `apply`. All its state stays, and it saves, loads and checkpoints as before. It cannot be copied or pickled: copy
-    the plain one, and wrap both. `keras.models.load_model` returns a plain optimizer: wrap it again.
+    The optimizer itself is changed and returned: its class becomes a subclass of the same name. All its state stays,
+    and it saves, loads and checkpoints as before. It cannot be copied or pickled: copy the plain one, and wrap both.
+    `keras.models.load_model` returns a plain optimizer: wrap it again.
 
     It works eagerly, in a `tf.function`, in `model.fit`, and inside a `keras.optimizers.LossScaleOptimizer`: ranks then
     skip a step together when the gradients of any of them are not finite. One that is given here stays outside.
 
     Call `hvd.init()` first, and wrap before the first step: a graph that was traced with the plain optimizer does not
-    reduce, and a graph holds the number of ranks. For `fit` on a GPU compile with `jit_compile=False`: XLA cannot
-    compile Horovod's operations. `hvd.join()` needs dense gradients without `fixed_order`, and raises otherwise.
+    reduce, and a graph holds the number of ranks. `fit` traces again, and without XLA, which cannot compile Horovod's
+    operations. `hvd.join()` needs dense gradients without `fixed_order`, and raises otherwise.
 
     Args:
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
@@ -174,8 +152,8 @@ def DistributedOptimizer(
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
             gathers the rows of all ranks. Rows of one index are added, also on a single rank.
-        fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
-            same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
+        fixed_order: add gradients in the order of the ranks, in a binary tree: the same terms give the same bits on 1,
+            2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
             gradients leave in one message after backward. Sums differ by rounding only.
 
@@ -184,9 +162,18 @@ def DistributedOptimizer(
         ValueError: where it is already distributed, or an argument is out of its range.
         RuntimeError: where Horovod is not initialised.
     """
-    fields = reduction.checked(op, compression, backward_passes_per_step, bucket_bytes, process_set)
-    fields |= {"average_passes": average_aggregated_gradients, "sparse_as_dense": sparse_as_dense}
-    return distribute(optimizer, Reduction(**fields, fixed_order=fixed_order))
+    ops, kinds = {"average": hvd.Average, "sum": hvd.Sum}, {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+    how = Reduction(
+        average=name_of("op", op, ops) == "average",
+        compression=name_of("compression", compression, kinds),
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        fixed_order=fixed_order,
+        bucket_bytes=bucket_bytes,
+    )
+    return distribute(optimizer, how)
 
 
 def distribute(optimizer: OptimizerT, how: Any, kind: type[Distributed] = Distributed) -> OptimizerT:
@@ -198,17 +185,12 @@ def distribute(optimizer: OptimizerT, how: Any, kind: type[Distributed] = Distri
         raise ValueError("this optimizer is already distributed: its gradients would be reduced twice")
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
-    loss_scale.ask_all_ranks()
+    keras_classes.change()
     # Not a copy: a copy shares Keras's trackers, and the original, which does not reduce, could be used by mistake.
     put_in_front(kind, inner, _reduction=how)
     if inner.built:
         inner._make_pass_sums()
     return optimizer
-
-
-def inner_of(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer, or `optimizer` itself."""
-    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 def reduction_of(optimizer: Any) -> Reduction | None:
@@ -217,27 +199,12 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     return inner._reduction if isinstance(inner, Distributed) else None
 
 
-def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> None:
+def watch_gradients(optimizer: Any, watch: Watch | None) -> None:
     """Have `watch` called with the reduced gradients before a `DistributedOptimizer` applies them.
 
-    Call this before the first step; in a graph `watch` is called once, when the graph is traced.
+    If it returns True, they are not applied. In a graph it is called once, when the graph is traced.
     """
     object.__setattr__(inner_of(optimizer), "_watch", watch)
-
-
-@contextmanager
-def reduced_into(optimizer: Any, sinks: Sequence[Any]) -> Iterator[None]:
-    """In this block a `DistributedOptimizer` assigns reduced gradients to `sinks` instead of applying them.
-
-    A graph that is traced here keeps to it.
-    """
-    inner = inner_of(optimizer)
-    object.__setattr__(inner, "_sinks", sinks)
-    try:
-        yield
-    finally:
-        object.__setattr__(inner, "_sinks", None)
-        vars(inner).pop("_present", None)  # of this graph
 
 
 def apply_and_sum(
@@ -245,25 +212,23 @@ def apply_and_sum(
 ) -> list[Any]:
     """`optimizer.apply`, and the sums of `values` over the ranks that the optimizer reduces over. A collective.
 
-    Values travel in the gradients' message if possible: each message costs one more synchronisation of the ranks. They
-    need a message of their own if gradients are averaged, compressed, not reduced at every call, or inspected by a loss
-    scale first. Values are never compressed.
-
-    Args:
-        optimizer: a `DistributedOptimizer`, or a LossScaleOptimizer around one.
-        values: tensors; the same types and shapes on every rank.
+    Values, of the same types and shapes on every rank, travel in the gradients' message if possible: each message costs
+    one more synchronisation of the ranks. They need one of their own if gradients are averaged, compressed, not reduced
+    at every call, or inspected by a loss scale first. Values are never compressed.
 
     Raises:
-        TypeError: where `optimizer` is any other.
+        TypeError: where `optimizer` is no `DistributedOptimizer`, and no LossScaleOptimizer around one.
     """
     how = reduction_of(optimizer)
     if how is None:
         raise TypeError(f"{type(optimizer).__name__} is not a DistributedOptimizer")
     if isinstance(optimizer, Distributed) and how.is_plain_sum:
-        return optimizer.apply_and_sum(gradients, variables, values)
+        reduced = how.reduce([*gradients, *values])
+        optimizer._apply_reduced(reduced[: len(gradients)], list(variables))
+        return reduced[len(gradients) :]
     # After the gradients: between a step's first message and its last, Horovod's threads poll on cores that compute.
     with tf.control_dependencies([g for g in gradients if g is not None]):
         values = [tf.identity(value) for value in values]
-    sums = how.sums(values)
+    sums = values if how.is_local else all_reduce(values, hvd.Sum, how)
     optimizer.apply(gradients, variables)
     return sums

@@ -1,18 +1,24 @@
-"""How gradients are reduced over the ranks: the settings, and the collectives that they ask for."""
+"""How gradients are reduced over the ranks: the settings, and the collectives that they ask for.
+
+MPI and NCCL choose the order of a sum, and so its bits, by the size of the message and the number of ranks. With
+`fixed_order` it is a binary tree: M terms give the same bits on 1, 2, 4, ... ranks that hold 2^k neighbours each.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from . import buckets, names
-from .fixed_order import all_reduce_in_tree
+from . import buckets
+from .collectives import in_graph
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,14 @@ class Reduction:
     fixed_order: bool = False
     bucket_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, count in (("backward_passes_per_step", self.passes), ("bucket_bytes", self.bucket_bytes)):
+            fits = isinstance(count, Integral) and not isinstance(count, bool) and int(count) >= 1
+            if not fits and (name, count) != ("bucket_bytes", None):
+                raise ValueError(f"{name} is {count}: it must be an integer, at least 1")
+        if getattr(self.process_set, "process_set_id", 0) is None:
+            raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
+
     @property
     def is_local(self) -> bool:
         """Whether this rank exchanges nothing: it is the only member of the process set, or no member."""
@@ -35,16 +49,13 @@ class Reduction:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether each call returns the uncompressed sum over the ranks."""
-        return not self.average and self.compression == "none" and self.passes == 1
+        """Whether each call returns the uncompressed sum over the ranks, of whatever it is given."""
+        return type(self) is Reduction and not self.average and self.compression == "none" and self.passes == 1
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
         """All-reduce gradients of any floating types over the ranks; in a graph, as its operations. A collective.
 
-        Args:
-            gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
-                rank.
-            variables: whose they are, which does not matter here.
+        They are tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every rank.
         """
         if self.sparse_as_dense or self.fixed_order:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -61,10 +72,6 @@ class Reduction:
             reduced[i] = tf.cast(total, dtype) if by_horovod else unpack(total, dtype, self, ranks)
         return reduced
 
-    def sums(self, values: Sequence[Any]) -> list[Any]:
-        """Sums of tensors over the ranks, never compressed. A collective."""
-        return list(values) if self.is_local else all_reduce(values, hvd.Sum, self)
-
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
     """A rank's gradient in the type and scale in which it is sent. Local."""
@@ -76,17 +83,11 @@ def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
     return tf.cast(wide if reduction.average else wide * ranks, tf.float16)
 
 
-def sent_width(dtype: Any, compression: str) -> int:
-    """Bytes of one value of a gradient as `pack` sends it."""
-    if compression == "fp16":
-        return 2
-    dtype = tf.as_dtype(dtype)
-    return 4 if dtype == tf.bfloat16 else int(dtype.size)
-
-
 def sent_bytes(like: Any, compression: str) -> int:
     """Bytes of a gradient as `pack` sends it. `like`: its variable, or a tensor."""
-    return math.prod(like.shape) * sent_width(like.dtype, compression)
+    dtype = tf.as_dtype(like.dtype)
+    width = 2 if compression == "fp16" else 4 if dtype == tf.bfloat16 else dtype.size
+    return math.prod(like.shape) * width
 
 
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
@@ -113,9 +114,9 @@ def all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[An
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
         if reduction.fixed_order:
-            (total,) = all_reduce_in_tree([message], reduction.process_set)
+            total = all_reduce_in_tree(message, reduction.process_set)
         else:
-            name = names.in_graph("Allreduce", "gradients")
+            name = in_graph("Allreduce", "gradients")
             total = hvd.allreduce(message, op=op, process_set=reduction.process_set, **name)
         for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):
             totals[i] = piece
@@ -124,46 +125,64 @@ def all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[An
 
 def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     """Gather the rows of all ranks and add up those with the same index."""
-    process_set, ranks = reduction.process_set, reduction.process_set.size()
+    process_set, ranks, dtype = reduction.process_set, reduction.process_set.size(), gradient.values.dtype
     packed = pack(gradient.values, reduction, ranks)
-    rows = hvd.allgather(packed, process_set=process_set, **names.in_graph("Allgather", "rows"))
-    indices = hvd.allgather(gradient.indices, process_set=process_set, **names.in_graph("Allgather", "indices"))
-    dtype = gradient.values.dtype
+    rows = hvd.allgather(packed, process_set=process_set, **in_graph("Allgather", "rows"))
+    indices = hvd.allgather(gradient.indices, process_set=process_set, **in_graph("Allgather", "indices"))
     wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
-    summed = with_sums_of_rows(tf.IndexedSlices(wide, indices, gradient.dense_shape))
-    return tf.IndexedSlices(tf.cast(summed.values, dtype), summed.indices, summed.dense_shape)
+    return with_sums_of_rows(tf.IndexedSlices(wide, indices, gradient.dense_shape), dtype)
 
 
-def with_sums_of_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+def with_sums_of_rows(gradient: tf.IndexedSlices, dtype: Any = None) -> tf.IndexedSlices:
     """The gradient with one row for each index: Adam and others would square each of several, not their sum. Local."""
-    dtype = gradient.values.dtype
-    wide = tf.cast(gradient.values, tf.float32) if dtype == tf.bfloat16 else gradient.values
+    values, dtype = gradient.values, dtype or gradient.values.dtype
+    wide = tf.cast(values, tf.float32) if values.dtype == tf.bfloat16 else values
     unique, positions = tf.unique(gradient.indices)
     total = tf.math.unsorted_segment_sum(wide, positions, tf.size(unique))
     return tf.IndexedSlices(tf.cast(total, dtype), unique, gradient.dense_shape)
 
 
-def checked(op: Any, compression: Any, passes: Any, bucket_bytes: Any, process_set: Any) -> dict[str, Any]:
-    """Arguments of `DistributedOptimizer` as fields of a `Reduction`. Raises ValueError where one is out of range."""
-    for name, count in (("backward_passes_per_step", passes), ("bucket_bytes", bucket_bytes)):
-        fits = isinstance(count, Integral) and not isinstance(count, bool) and int(count) >= 1
-        if not fits and (name, count) != ("bucket_bytes", None):
-            raise ValueError(f"{name} is {count}: it must be an integer, at least 1")
-    if getattr(process_set, "process_set_id", 0) is None:
-        raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
-    kinds = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-    return {
-        "average": _named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
-        "compression": "fp16" if _named(compression, kinds, "compression") is hvd.Compression.fp16 else "none",
-        "passes": passes,
-        "bucket_bytes": bucket_bytes,
-        "process_set": process_set,
-    }
+def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
+    """((t0 + t1) + (t2 + t3)) + ...; takes terms one by one and keeps at most log2 of their number. Local."""
+    waiting: list[tuple[int, T]] = []  # sums of 2^height neighbours each, highest first
+    for term in terms:
+        total, height = term, 0
+        while waiting and waiting[-1][0] == height:
+            total, height = add(waiting.pop()[1], total), height + 1
+        waiting.append((height, total))
+    total = waiting.pop()[1]
+    while waiting:
+        total = add(waiting.pop()[1], total)
+    return total
 
 
-def _named(value: Any, known: dict[str, Any], what: str) -> Any:
-    if isinstance(value, str) and value in known:
-        return known[value]
-    if isinstance(value, str) or not any(value is one or value == one for one in known.values()):
-        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(known)}")
-    return value
+def all_reduce_in_tree(message: Any, process_set: Any = hvd.global_process_set) -> Any:
+    """The sum of a message over the ranks, added in the order of the ranks by `add_in_tree`. A collective.
+
+    By all-to-all each rank receives all terms of its part of the message; it adds them, and sends the sums to all
+    ranks. Each rank sends 2 (N - 1) / N of the message, as in a ring all-reduce. The message is [n], not in bfloat16.
+    """
+    size, length = process_set.size(), tf.size(message)
+    padded = tf.pad(message, [[0, -length % size]])
+    terms = hvd.alltoall(padded, process_set=process_set, **in_graph("Allgather", "exchange"))
+    sums = _add_rows_in_tree(tf.reshape(terms, [size, -1]))
+    return hvd.allgather(sums, process_set=process_set, **in_graph("Allgather", "sums"))[:length]
+
+
+def _add_rows_in_tree(rows: Any) -> Any:
+    """The sum of [n, m] over n in the order of `add_in_tree`, one level of the tree at a time: [m].
+
+    TensorFlow's graph optimizer would turn additions of single rows into one sum from left to right.
+    """
+    while (count := rows.shape[0]) > 1:
+        pairs = rows[0 : count - 1 : 2] + rows[1::2]
+        rows = tf.concat([pairs, rows[-1:]], axis=0) if count % 2 else pairs
+    return rows[0]
+
+
+def name_of(what: str, value: Any, known: dict[str, Any]) -> str:
+    """The name of an argument's value, which is given as its name or as Horovod's. Raises ValueError for others."""
+    for name, of_horovod in known.items():
+        if value in (name, of_horovod):
+            return name
+    raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(known)}")

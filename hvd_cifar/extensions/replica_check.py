@@ -70,17 +70,18 @@ class ReplicaCheck(Callback):
         Raises:
             TrainingError: on every rank, where they differ.
         """
-        from hvd_cifar.distributed.replicas import find_divergence
+        from hvd_cifar.distributed.proof import find_divergence
 
         run.progress.check_losses()
         with run.progress.clock.paused():
             began = time.perf_counter()
             found = find_divergence(run.state.replicated(with_own=everything))
             if found is not None:
+                path, difference = found
                 own = set(map(id, run.state.own))
                 advice = ""
-                if found.variable in {v.path for v in run.model.non_trainable_variables if id(v) not in own}:
+                if path in {v.path for v in run.model.non_trainable_variables if id(v) not in own}:
                     advice = "; if its layer changes it by a rank's own examples, name it moving_mean"
-                raise TrainingError(f"{OUT_OF_SYNC} after step {run.step}: {found}; {run.progress.kept}{advice}")
+                raise TrainingError(f"{OUT_OF_SYNC} after step {run.step}: {difference}; {run.progress.kept}{advice}")
             self.checked_step = run.step
             self.seconds.assign_add(time.perf_counter() - began)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
-from hvd_cifar.distributed.trail import note, recent
+from hvd_cifar.distributed.errors import note, recent
 from hvd_cifar.errors import STALLED
 from hvd_cifar.files import complain
 from hvd_cifar.runtime.environment import address_here, launched_rank

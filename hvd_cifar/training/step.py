@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, local_statistics
-from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
+from hvd_cifar.distributed.reduction import add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.training.callbacks import StepObserver
 from hvd_cifar.training.shrink import shrink

@@ -44,18 +44,8 @@ def test_an_elastic_fit_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")  # Horovod bars the host of a lost rank
     script.chmod(0o755)
-    words = [
-        "horovodrun",
-        "--gloo",
-        "-np",
-        "2",
-        "--min-np",
-        "1",
-        "--max-np",
-        "2",
-        "--host-discovery-script",
-        str(script),
-    ]
+    numbers = ["-np", "2", "--min-np", "1", "--max-np", "2"]
+    words = ["horovodrun", "--gloo", *numbers, "--host-discovery-script", str(script)]
     program = [sys.executable, str(FOLDER / "elastic_fit.py"), "kill"]
     done = subprocess.run([*words, *program], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ def _terms(count: int) -> Any:
 
 def _sums_in_tree() -> dict[str, list[float]]:
     from hvd_cifar.distributed import DistributedOptimizer
-    from hvd_cifar.distributed.fixed_order import add_in_tree, all_reduce_in_tree
+    from hvd_cifar.distributed.reduction import add_in_tree, all_reduce_in_tree
     from hvd_cifar.runtime.world import start
 
     world = start()
@@ -37,8 +37,7 @@ def _sums_in_tree() -> dict[str, list[float]]:
     each = TERMS // world.size if TERMS % world.size == 0 else 1
     terms = _terms(each * world.size)[world.rank * each : (world.rank + 1) * each]
     own = add_in_tree((tf.constant(term) for term in terms), tf.add)
-    split = [own[:7], tf.reshape(own[7:1001], [2, 7, 71])]
-    in_graph = tf.function(lambda: all_reduce_in_tree(split))()
+    in_graph = tf.function(lambda: all_reduce_in_tree(own))()
     variable = keras.Variable(np.zeros(1001, "float32"))
     optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", fixed_order=True)
     optimizer.apply([-own], [variable])
@@ -48,8 +47,8 @@ def _sums_in_tree() -> dict[str, list[float]]:
     both = DistributedOptimizer(keras.optimizers.SGD(1.0), fixed_order=True, compression="fp16")
     both.apply([-double, tf.constant([-8.0 * world.rank])], [average, other])
     return {
-        "eager": tf.concat([tf.reshape(t, [-1]) for t in all_reduce_in_tree(split)], 0).numpy().tolist(),
-        "graph": tf.concat([tf.reshape(t, [-1]) for t in in_graph], 0).numpy().tolist(),
+        "eager": all_reduce_in_tree(own).numpy().tolist(),
+        "graph": in_graph.numpy().tolist(),
         "optimizer": variable.numpy().tolist(),
         "averages of two types": [float(average.numpy()[0]), float(other.numpy()[0])],
     }

@@ -1,4 +1,1 @@
-"""What Horovod's own names do under Keras 3, with the arguments and the meanings that Horovod's documentation gives.
-
-Horovod's modules, as set-up patches them (`horovod-0.28.1-keras3.patch`), call what is here.
-"""
+"""Horovod's own names under Keras 3: what its modules call, as `horovod-0.28.1-keras3.patch` changes them."""

@@ -18,12 +18,9 @@ INSTALLED, COPY = "hvd_cifar.distributed", "horovod._distributed"
 @functools.cache  # AutoGraph, in a tf.function of the user's, leaves what is cached alone
 def part(name: str) -> Any:
     """A module of the library's folder `keras3`."""
-    return importlib.import_module(f"{_home()}.keras3.{name}")
-
-
-def _home() -> str:
     installed = importlib.util.find_spec("hvd_cifar")  # without an origin: a folder of that name
-    return INSTALLED if installed and installed.origin and COPY not in sys.modules else COPY
+    home = INSTALLED if installed and installed.origin and COPY not in sys.modules else COPY
+    return importlib.import_module(f"{home}.keras3.{name}")
 
 
 def is_present() -> bool:
@@ -48,38 +45,7 @@ def complete(horovod: dict[str, Any]) -> None:
 
     def find(name: str) -> Any:  # at its first use: its module imports horovod.tensorflow
         if name == "SyncBatchNormalization":
-            return part("batch_norm").SyncBatchNormalization
+            return part("interface").SyncBatchNormalization
         raise AttributeError(f"module 'horovod.tensorflow' has no attribute {name!r}")
 
     horovod["__getattr__"] = find
-
-
-def backend(of_keras: Any) -> Any:
-    """The backend for Horovod's callbacks: that of Keras 2, or what serves them under Keras 3."""
-    return part("callbacks").Backend if is_present() else of_keras
-
-
-def to_broadcast(variables: Any) -> Any:
-    """What `broadcast_variables` broadcasts of a list of variables."""
-    return part("values").to_broadcast(variables) if is_present() else variables
-
-
-def corrects_momentum(optimizer: Any, old_rate: float, new_rate: float) -> bool:
-    """Correct a Keras 3 optimizer's momentum for a step; False for any other optimizer."""
-    return is_optimizer(optimizer) and part("callbacks").correct_momentum(optimizer, old_rate, new_rate)
-
-
-def build(optimizer: Any, model: Any) -> None:
-    """Build an optimizer of Keras 3 that is not yet."""
-    if is_optimizer(optimizer):
-        part("callbacks").build(optimizer, model)
-
-
-def have_weights(model: Any) -> bool:
-    """Whether Keras 3 has made the model's weights, on every rank. A collective under Keras 3."""
-    return is_optimizer(model.optimizer) and bool(part("callbacks").have_weights(model))
-
-
-def any_path(weights_only: bool) -> str | None:
-    """What Keras 3's ModelCheckpoint accepts as a path where there is none yet."""
-    return ("best.weights.h5" if weights_only else "best.keras") if is_present() else None

@@ -1,46 +1,34 @@
-"""Keras 3's variables as arguments of Horovod's functions, which take TensorFlow's."""
+"""Keras 3's variables as arguments of Horovod's functions, which take TensorFlow's; and Keras 2's names.
+
+It is imported while `horovod.tensorflow` is, and must not import that itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
-from inspect import signature
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from . import keras_2_names
+from .. import keras_classes
 
 # Functions of `horovod.tensorflow` whose first argument is one tensor, or a list of them.
-TAKE_TENSORS = (
-    "allreduce",
-    "grouped_allreduce",
-    "allgather",
-    "grouped_allgather",
-    "broadcast",
-    "alltoall",
-    "reducescatter",
-    "grouped_reducescatter",
-)
+GROUPED = ("allreduce", "allgather", "reducescatter")
+TAKE_TENSORS = (*GROUPED, *(f"grouped_{name}" for name in GROUPED), "broadcast", "alltoall")
 GATHER = ("allgather", "grouped_allgather", "alltoall")  # those in which a rank cannot take part once it has joined
 
 _gathers_in_graphs: set[str] = set()
 
 
 def complete(horovod: dict[str, Any]) -> None:
-    """Make the names of the module `horovod.tensorflow` serve Keras 3."""
-    keras_2_names.give()
+    """Make the names of the module `horovod.tensorflow` serve Keras 3, and Keras 3's classes have Keras 2's names."""
+    keras_classes.change()
+    _give_names_of_keras_2()
     for name in TAKE_TENSORS:
         horovod[name] = _with_tensors(horovod[name])
-    horovod["broadcast_variables"] = _in_order(horovod)
     horovod["join"] = _without_gathers(horovod["join"])
-    horovod["_make_allreduce_grads_fn"] = _reduce_by(horovod["_make_allreduce_grads_fn"])
-
-
-def tensor_of(value: Any) -> Any:
-    """The present value of a Keras variable; anything else as it is."""
-    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
 
 
 def to_broadcast(variables: Iterable[Any]) -> list[Any]:
@@ -52,34 +40,12 @@ def to_broadcast(variables: Iterable[Any]) -> list[Any]:
     return [v._value if isinstance(v, keras.Variable) else v for v in own]
 
 
-def _in_order(horovod: dict[str, Any]) -> Callable[..., None]:
-    """`broadcast_variables` with operations that are named by their order.
+@tf.autograph.experimental.do_not_convert
+def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: Any) -> None:
+    """Horovod's, by the order of variables: a model that one rank has loaded has other names than one made by `fit`."""
+    from .. import collectives
 
-    The variables of a model that one rank has loaded have other names than those of a model that another has made.
-    """
-    whole, broadcast = horovod["broadcast_variables"], horovod["broadcast"]
-
-    @wraps(whole)
-    @tf.autograph.experimental.do_not_convert
-    def call(
-        variables: Any, root_rank: int, process_set: Any = horovod["global_process_set"], inplace: bool = False
-    ) -> None:
-        if inplace:
-            whole(variables, root_rank, process_set, inplace)
-            return
-        chosen = to_broadcast(variables)
-
-        def assign() -> None:
-            for number, variable in enumerate(chosen):
-                name = f"broadcast_variables_{number}"
-                variable.assign(broadcast(variable, root_rank, name=name, process_set=process_set))
-
-        if tf.executing_eagerly():
-            tf.function(assign, autograph=False)()  # all at once
-        else:
-            assign()
-
-    return call
+    collectives.broadcast_variables(to_broadcast(variables), root_rank, process_set)
 
 
 def _with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,8 +53,10 @@ def _with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(value: Any, *args: Any, **kwargs: Any) -> Any:
         if function.__name__ in GATHER and not tf.executing_eagerly():
             _gathers_in_graphs.add(function.__name__)
-        of_many = isinstance(value, (list, tuple))
-        return function([tensor_of(v) for v in value] if of_many else tensor_of(value), *args, **kwargs)
+        several = isinstance(value, (list, tuple))
+        values = value if several else [value]
+        tensors = [tf.convert_to_tensor(v) if isinstance(v, keras.Variable) else v for v in values]
+        return function(tensors if several else tensors[0], *args, **kwargs)
 
     return call
 
@@ -106,42 +74,35 @@ def _without_gathers(join: Callable[[], int]) -> Callable[[], int]:
     return call
 
 
-def _reduce_by(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Horovod's maker of the function that reduces gradients, with groups that do not depend on variables' names.
+class CallableList(list[Any]):
+    """A list that returns itself when it is called: `optimizer.variables` as a property, and as Keras 2's method."""
 
-    Horovod finds a group's variables by their names, of which Keras 3's models have several alike: it would drop all
-    gradients but one of a name.
-    """
-
-    def make_for(*args: Any, groups: Any = None, process_set: Any, **kwargs: Any) -> Callable[..., Any]:
-        single = make(*args, groups=None, process_set=process_set, **kwargs)
-        together = make(*args, groups=1, process_set=process_set, **kwargs)
-
-        def reduce(gradients: Sequence[Any], variables: Any = None, use_generic_names: bool = False) -> list[Any]:
-            if groups is None:
-                return single(list(gradients), None, use_generic_names)
-            reduced = list(gradients)
-            for members in _groups(gradients, variables, groups):
-                # Sparse gradients alone: in a group Horovod takes the shape of the wrong tensor.
-                by = single if len(members) == 1 else together
-                for i, total in zip(members, by([gradients[i] for i in members], [0] * len(members)), strict=True):
-                    reduced[i] = total
-            return reduced
-
-        return reduce
-
-    names = signature(make).parameters
-    return lambda *args, **kwargs: make_for(**dict(zip(names, args, strict=False)), **kwargs)
+    def __call__(self) -> CallableList:
+        """The list."""
+        return self
 
 
-def _groups(gradients: Sequence[Any], variables: Any, groups: Any) -> list[list[int]]:
-    """Indices of gradients by group: as listed, or in `groups` groups of neighbours; each other one by itself."""
-    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    alone = [[i] for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
-    if isinstance(groups, int):
-        count = min(groups, len(dense))
-        bounds = [len(dense) * k // max(count, 1) for k in range(count + 1)]
-        return [dense[a:b] for a, b in zip(bounds, bounds[1:], strict=False)] + alone
-    numbers = {variables[i].ref(): i for i in dense}
-    found = [[numbers.pop(v.ref()) for v in group if v.ref() in numbers] for group in groups]
-    return [group for group in found if group] + [[i] for i in numbers.values()] + alone
+def _callable(variables: Callable[[Any], list[Any]]) -> property:
+    return property(lambda self: CallableList(variables(self)))
+
+
+def _give_names_of_keras_2() -> None:
+    """Give Keras 3's classes what programs for Keras 2, and Horovod's own code, use. A second call does nothing."""
+    if hasattr(keras.Variable, "ref"):
+        return
+    # Of the variable inside, not of what an autocast scope makes of it.
+    keras.Variable.ref = lambda self: self._value.ref()
+    optimizer, loss_scale = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+    for kind in (optimizer, loss_scale):
+        kind.variables = _callable(kind.variables.fget)
+    optimizer.lr = property(lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate))
+    loss_scale.register_local_var = lambda self, variable: self.inner_optimizer.register_local_var(variable)
+    # Where Keras defines it: saving asks whether a model has one of its own.
+    home = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+    own_compile = home.compile
+
+    def compile(self: Any, *args: Any, experimental_run_tf_function: Any = None, **kwargs: Any) -> None:
+        """As Keras's; the argument that Horovod's documentation asks for has no effect."""
+        own_compile(self, *args, **kwargs)
+
+    home.compile = compile

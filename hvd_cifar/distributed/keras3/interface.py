@@ -1,19 +1,23 @@
-"""`hvd.DistributedOptimizer` and `hvd.load_model` for Keras 3, with Horovod's arguments and Horovod's own reduction."""
+"""Horovod's Keras interface under Keras 3: optimizer, `load_model`, batch norm, and what its callbacks need."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from ..batch_norm import Synchronized
+from ..keras_classes import inner_of
 from ..optimizer import Distributed, distribute
 from ..reduction import Reduction, with_sums_of_rows
 
+IS_ELASTIC = bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
 MARK = "_reduced_over_ranks"  # attribute of gradients that `compute_gradients` has reduced
 
 
@@ -26,42 +30,32 @@ class HorovodReduction(Reduction):
     local: set[Any] = field(default_factory=set)
 
     @property
-    def is_plain_sum(self) -> bool:
-        """Values that are no gradients never travel beside them."""
-        return False
-
-    @property
     def is_local(self) -> bool:
         """Whether this rank exchanges nothing. An elastic job's graphs must not depend on its present size."""
-        return not _is_elastic() and super().is_local
+        return not IS_ELASTIC and super().is_local
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
         """Gradients reduced over the ranks; those of local variables divided by the number of ranks. A collective."""
-        if variables is None:
+        if gradients and not variables:
             raise ValueError("give the variables beside the gradients: optimizer.apply(gradients, variables)")
-        shared = [i for i, v in enumerate(variables) if v.ref() not in self.local]
         reduced = list(gradients)
+        shared = [i for i, v in enumerate(variables) if v.ref() not in self.local]
+        for i in set(range(len(reduced))).difference(shared) if self.scale_local else ():
+            reduced[i] = self._divided(reduced[i])
         totals = self.by_horovod([gradients[i] for i in shared], [variables[i] for i in shared])
         for i, total in zip(shared, totals, strict=True):
             # Keras 2 added rows of one index, which Adam and others would square one by one.
             reduced[i] = with_sums_of_rows(total) if isinstance(total, tf.IndexedSlices) else total
-        if self.scale_local and self.local:
-            for i in set(range(len(reduced))) - set(shared):
-                reduced[i] = self._divided(reduced[i])
         return reduced
 
     def _divided(self, gradient: Any) -> Any:
         if gradient is None:
             return None
-        ranks = hvd.size_op(self.process_set.process_set_id) if _is_elastic() else self.process_set.size()
+        ranks = hvd.size_op(self.process_set.process_set_id) if IS_ELASTIC else self.process_set.size()
         if isinstance(gradient, tf.IndexedSlices):
             values = gradient.values / tf.cast(ranks, gradient.values.dtype)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(ranks, gradient.dtype)
-
-
-def _is_elastic() -> bool:
-    return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
 
 
 class _HorovodOptimizer(Distributed):
@@ -77,13 +71,11 @@ class _HorovodOptimizer(Distributed):
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """Gradients, reduced over the ranks unless they are added up over several passes, with their variables.
 
-        Args:
-            loss: a tensor of `tape`, or a function without arguments.
+        `loss`: a tensor of `tape`, or a function without arguments.
         """
         variables = list(var_list() if callable(var_list) else var_list)
         if callable(loss):
             with tf.GradientTape() as tape:
-                tape.watch([v.value if isinstance(v, keras.Variable) else v for v in variables])
                 loss = loss()
         elif tape is None:
             raise ValueError("give the tape that the loss was computed under: compute_gradients(loss, variables, tape)")
@@ -121,7 +113,7 @@ class _HorovodOptimizer(Distributed):
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         grads = list(grads)
         if any(g is not None for g in grads) and all(g is None or hasattr(g, MARK) for g in grads):
-            self._apply_reduced(grads, None if trainable_variables is None else list(trainable_variables))
+            self._apply_reduced(grads, list(trainable_variables or ()))
         else:
             super().apply(grads, trainable_variables)
 
@@ -130,56 +122,75 @@ class _HorovodOptimizer(Distributed):
 
 
 def distributed(
-    optimizer: Any,
-    name: str | None,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    op: Any,
-    backward_passes_per_step: int,
-    average_aggregated_gradients: bool,
-    groups: Any,
-    process_set: Any,
-    scale_local_gradients: bool,
+    optimizer: Any, name: str | None, passes: int, average_passes: bool, scale_local: bool, **how: Any
 ) -> Any:
-    """Horovod's `create_distributed_optimizer`: the optimizer itself, which from now on reduces its gradients."""
+    """The optimizer itself, which from now on reduces its gradients by Horovod's own function, and `how`."""
     if keras.config.backend() != "tensorflow":
         raise ValueError(f"Horovod needs Keras on TensorFlow, not on {keras.config.backend()}: set KERAS_BACKEND")
-    if gradient_predivide_factor != 1.0 and op != hvd.Average:
+    if how["gradient_predivide_factor"] != 1.0 and how["op"] != hvd.Average:
         raise ValueError("gradient_predivide_factor goes with op=hvd.Average")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: it must be at least 1")
-    name = name or f"Distributed{type(optimizer).__name__}"
-    settings = (name, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, groups)
-    how = HorovodReduction(
-        by_horovod=hvd._make_allreduce_grads_fn(*settings, process_set),
-        average=op == hvd.Average,
-        compression="none" if compression is hvd.Compression.none else "fp16",
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        process_set=process_set,
-        scale_local=scale_local_gradients,
+    reduction = HorovodReduction(
+        by_horovod=hvd._make_allreduce_grads_fn(name or f"Distributed{type(optimizer).__name__}", **how),
+        average=how["op"] == hvd.Average,
+        compression="none" if how["compression"] is hvd.Compression.none else "fp16",
+        passes=passes,
+        average_passes=average_passes,
+        process_set=how["process_set"],
+        scale_local=scale_local,
     )
-    return distribute(optimizer, how, _HorovodOptimizer)
+    return distribute(optimizer, reduction, _HorovodOptimizer)
 
 
-def load_model(
-    library: Any,
-    wrap: Callable[[Any], Any],
-    filepath: Any,
-    custom_optimizers: Sequence[Any] | None,
-    custom_objects: Mapping[str, Any] | None,
-) -> Any:
-    """A saved model whose optimizer reduces its gradients, with its slots.
-
-    Args:
-        library: the module `keras`.
-        wrap: from a function that makes an optimizer to one that makes it distributed.
-    """
+def load_model(wrap: Callable[[Any], Any], filepath: Any, custom_optimizers: Any, custom_objects: Any) -> Any:
+    """A saved model whose optimizer, wrapped by `wrap`, reduces its gradients, with its slots."""
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
-    model = library.models.load_model(filepath, custom_objects=known)
+    model = keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is not None:
         wrap(lambda: model.optimizer)()
     return model
+
+
+@keras.saving.register_keras_serializable("horovod")
+class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
+    """As Horovod's for Keras 2, except that ranks of unequal batches count by their examples, and not alike."""
+
+    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
+        if fused in (True, None):
+            raise ValueError("SyncBatchNormalization does not support fused=True.")
+        super().__init__(**kwargs)
+
+
+# What Horovod's callbacks use of Keras 2's backend.
+BACKEND = SimpleNamespace(
+    constant=tf.constant,
+    get_value=lambda variable: variable.numpy(),
+    set_value=lambda variable, value: variable.assign(value),
+)
+
+
+def correct_momentum(optimizer: Any, old_rate: float, new_rate: float) -> bool:
+    """Multiply the velocities by new_rate / old_rate; whether the optimizer has any.
+
+    Horovod changes the momentum for one step, which has the same effect, but is a constant in Keras 3's graphs.
+    """
+    inner = inner_of(optimizer)
+    if not getattr(inner, "momentum", 0) or not inner.built:
+        return hasattr(inner, "momentum")
+    velocities = inner.momentums if hasattr(inner, "momentums") else inner._momentums
+    for velocity in velocities if old_rate != new_rate and old_rate > 0 else ():
+        velocity.assign(velocity * tf.cast(new_rate / old_rate, velocity.dtype))
+    return True
+
+
+def have_weights(model: Any) -> bool:
+    """Whether no rank's weights are yet to be built by `fit`; the optimizer then gets its variables. A collective."""
+    found = hvd.allreduce(tf.constant(float(bool(model.weights))), op=hvd.Average, name="have_weights") == 1
+    if found:
+        build(model.optimizer, model)
+    return bool(found)
+
+
+def build(optimizer: Any, model: Any) -> None:
+    """Build an optimizer that is not: ranks that join must have the variables of those that train."""
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
