@@ -131,6 +131,6 @@ def _check_program(request: Request) -> None:
         raise UserError(f"python {words[0]}: no such file")
     if request.settings.elastic or request.settings.validation_ranks:
         raise UserError(
-            "--elastic and --validation-ranks go with train; horovodrun --gloo --min-np MIN --host-discovery-script FILE "
-            "starts a program elastically"
+            "--elastic and --validation-ranks go with train; horovodrun --gloo --min-np MIN --host-discovery-script "
+            "FILE starts a program elastically"
         )
