@@ -132,7 +132,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
             metrics.write(json.dumps(event) + "\n")
     state = TrainState(model)
     if averages is not None:
-        state.add_core("averages", [step, *(averages.average(v.value) for v in variables)])
+        state.add("averages", [step, *(averages.average(v.value) for v in variables)], core=True)
     folder = settings.run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
     checkpoint.write(folder, batch_plan.total_steps, checkpoint.values_of(state))

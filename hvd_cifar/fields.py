@@ -32,7 +32,6 @@ FOLDER_DATASET = "folder:"  # prefix of the path of a folder of images
 MOST_STEPS = 10**12
 MOST_EXAMPLES = 10**9
 MOST_PIXELS = 4096  # of a side of an image
-MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
 LARGEST_RATE = 1e37  # the largest float32 is 3.4e38
 
 
@@ -135,15 +134,8 @@ def _pair(least: int, what: str) -> BeforeValidator:
     return BeforeValidator(pair)
 
 
-def _few(steps: tuple[int, int]) -> tuple[int, int]:
-    if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
-        raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
-    return steps
-
-
 # A text in `Annotated` is how the help shows the value.
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
-Steps = Annotated[tuple[int, int], _pair(1, "FIRST:LAST steps, such as 100:110"), AfterValidator(_few), "N:N"]
 Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
 Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
 Bytes = Annotated[int, BeforeValidator(_bytes)]

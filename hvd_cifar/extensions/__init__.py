@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 # In the order in which callbacks are called. Names in capitals are those of the core (`train.assemble`).
 ORDER = (
     "unlike_ranks",
-    "tensorboard",
     "example_ledger",
     "LOG",
-    "forecast",
     # After ledger and log line, so that each step in the copy is on record; before slow callbacks, to lose less.
     "elastic_copies",
     "replica_check",
@@ -38,9 +36,7 @@ ORDER = (
     "remote_evaluation",  # waits for its last results: by then the last step is saved
     "best_weights",
     "stragglers",
-    "profile",
     "SUM UP",
-    "timekeeper",  # prints after the summary
 )
 
 
@@ -55,8 +51,7 @@ def _module(name: str) -> ModuleType | None:
 
 
 def _modules() -> dict[str, ModuleType]:
-    found = {name: _module(name) for name in ORDER if name == name.lower()}
-    return {name: module for name, module in found.items() if module}
+    return {name: module for name in ORDER if name.islower() and (module := _module(name))}
 
 
 def with_settings(name: str, base: type[Any]) -> type[Any]:

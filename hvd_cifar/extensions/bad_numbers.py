@@ -22,8 +22,6 @@ MOST_ROLLBACKS = 3
 
 
 class Settings(fields.Settings):
-    """Options of this extension."""
-
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
@@ -33,7 +31,6 @@ class Settings(fields.Settings):
 
 
 def make(run: Run) -> Callback:
-    """The callback of --on-nan."""
     kinds = {"stop": BadNumbers, "skip": Skip, "rollback": Rollback}
     return kinds[run.options(Settings).on_nan]()
 
@@ -45,38 +42,40 @@ class BadNumbers(Callback):
         self.skipped_before = 0  # steps, in earlier processes
 
     def on_build(self, run: Run) -> None:
-        """Keep the number of skipped steps and the learning rate's factor in checkpoints."""
         self.skipped = run.state.number("skipped", 0)
         self.factor = run.state.number("rate_factor", 1.0)
 
     def on_start(self, run: Run) -> None:
-        """Continue with those of the checkpoint."""
         self.skipped_before = int(self.skipped.numpy())
         run.progress.rate_factor = float(self.factor.numpy())
 
     def before_save(self, run: Run) -> None:
-        """Store both."""
         self.skipped.assign(self.skipped_before + len(run.progress.skipped))
         self.factor.assign(run.progress.rate_factor)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add both."""
         summary["skipped_steps"] = self.skipped_before + len(run.progress.skipped)
         summary["learning_rate_factor"] = run.progress.rate_factor
 
 
-class UndoBadSteps(StepObserver):
-    """Undoes a step whose loss, weights or optimizer values are not finite.
+class Skip(BadNumbers, StepObserver):
+    """--on-nan skip: undoes a step that is bad."""
 
-    A gradient that overflows under loss scaling leaves weights and loss finite: the optimizer halves the scale, and the
-    step does not count as skipped.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_a_row = self.last = self.told = 0
 
-    def __init__(self, run: Run) -> None:
+    def on_build(self, run: Run) -> None:
+        super().on_build(run)
         self.run = run
+        run.observe(self)
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, which changes nothing where it is bad. Its loss is then not finite."""
+        """The step, which changes nothing where loss, weights or optimizer are not finite; its loss is then NaN.
+
+        A gradient that overflows under loss scaling leaves them finite: the optimizer halves the scale, and the step
+        does not count as skipped.
+        """
         import tensorflow as tf
 
         run, variables = self.run, self.run.state.of_step()
@@ -109,26 +108,7 @@ class UndoBadSteps(StepObserver):
 
         return guarded
 
-
-class Skip(BadNumbers):
-    """--on-nan skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_a_row = self.last = 0
-        self.told = 0
-
-    def on_build(self, run: Run) -> None:
-        """Wrap the step."""
-        super().on_build(run)
-        run.observe(UndoBadSteps(run))
-
     def on_bad_loss(self, run: Run, step: int, loss: float) -> bool:
-        """Count a skipped step.
-
-        Raises:
-            Diverged: where too many steps in a row were skipped.
-        """
         self.in_a_row = self.in_a_row + 1 if step == self.last + 1 else 1
         self.last = step
         run.progress.skipped[step] = loss
@@ -138,7 +118,6 @@ class Skip(BadNumbers):
         return True
 
     def on_step(self, run: Run) -> None:
-        """Tell of skipped steps."""
         found = list(run.progress.skipped.items())
         for step, loss in found[self.told :]:
             run.warn(f"step {step} is skipped on all ranks: its loss ({loss}) or its update is not finite", step)
@@ -146,7 +125,6 @@ class Skip(BadNumbers):
         self.told = len(found)
 
     def before_checkpoint(self, run: Run) -> None:
-        """Record the steps up to the checkpoint that were skipped."""
         self.on_step(run)
 
 
@@ -154,13 +132,9 @@ class Rollback(BadNumbers):
     """--on-nan rollback: returns the run to a checkpoint, in the same processes, with a lower learning rate."""
 
     def before_steps(self, run: Run) -> None:
-        """Save, so that there is a checkpoint to go back to."""
-        run.save()
+        run.save()  # so that there is a checkpoint to go back to
 
-    def on_diverged(self, run: Run, failure: Exception) -> bool:
-        """Go back, unless there is no checkpoint, or the run has gone back `MOST_ROLLBACKS` times."""
-        if not isinstance(failure, Diverged):
-            return False
+    def on_diverged(self, run: Run, failure: Diverged) -> bool:
         done, from_step = int(run.state.rollbacks.numpy()), run.step
         if done >= MOST_ROLLBACKS:
             failure.args = (f"{failure}; the run went back {MOST_ROLLBACKS} times before",)
@@ -178,6 +152,7 @@ class Rollback(BadNumbers):
             f"{reason}: rollback {done + 1} of {MOST_ROLLBACKS} from step {from_step} to {path.name}; "
             f"the learning rate is {factor:g} times the schedule's from here on"
         )
+        run.reporter.mark("rollback", step=run.step)
         run.record("rollback", step=run.step, from_step=from_step, learning_rate_factor=factor)
         run.tell("on_rollback")
         return True

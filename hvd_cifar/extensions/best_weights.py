@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class Settings(fields.Settings):
-    """Options of this extension."""
-
     eval_every: int | None = None  # the core's option, which the check below reads
     early_stopping: int | None = Field(
         None,
@@ -32,7 +30,6 @@ class Settings(fields.Settings):
 
 
 def make(run: Run) -> Callback | None:
-    """The callback, where an evaluation during training has a purpose."""
     patience = run.options(Settings).early_stopping
     return BestWeights(patience) if run.world.beside or run.settings.hold_out or patience else None
 
@@ -41,19 +38,12 @@ class BestWeights(Callback):
     """Keeps the weights of the best evaluation, and ends a run by --early-stopping."""
 
     def __init__(self, patience: int | None) -> None:
-        """`patience`: of --early-stopping."""
         self.patience = patience
         self.snapshots: Snapshots | None = None  # on rank 0
         self.best: Evaluation | None = None
         self.evaluated: set[int] = set()  # steps
-        self.watched = "test"
-
-    def on_build(self, run: Run) -> None:
-        """Watch the part of the data set that is evaluated during training."""
-        self.watched = "validation" if run.data.validation else "test"
 
     def on_restore(self, run: Run) -> None:
-        """Open the folder of snapshots."""
         from hvd_cifar.training.snapshots import open_snapshots
 
         self.snapshots = open_snapshots(run)
@@ -63,18 +53,13 @@ class BestWeights(Callback):
         if self.snapshots:
             with run.files_may_fail("the best weights so far cannot be read"):
                 self.best = self.snapshots.best()
-            self.evaluated = set(run.reporter.evaluated[self.watched])
+            self.evaluated = set(run.reporter.evaluated[run.watched])
         self.best, self.evaluated = run.ranks.broadcast((self.best, self.evaluated))
         self._end_where_due(run)
 
-    @property
-    def since(self) -> int:
-        """Number of evaluations since the best one."""
-        return sum(step > self.best.step for step in self.evaluated) if self.best else 0
-
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Compare with the best one so far. All ranks have the same two, and decide the same."""
-        if evaluation.part != self.watched:
+        if evaluation.part != run.watched:
             return
         self.evaluated.add(evaluation.step)
         if self.best is not None and _merit(evaluation) <= _merit(self.best):
@@ -86,29 +71,28 @@ class BestWeights(Callback):
                 self.snapshots.keep(evaluation, run.step)
 
     def on_rollback(self, run: Run) -> None:
-        """Forget evaluations of later steps."""
         if self.snapshots:
             with run.files_may_fail("snapshots of later steps cannot be removed"):
                 self.snapshots.go_back(run.step)
         self.on_start(run)
 
     def on_end(self, run: Run) -> None:
-        """Remove all snapshots except the best one."""
         if self.snapshots:
             self.snapshots.close()
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the best evaluation."""
         if self.best:
-            values = {"step": self.best.step, f"{self.watched}_accuracy": self.best.plain_accuracy}
-            summary["best_evaluation"] = values
+            accuracy = {f"{run.watched}_accuracy": self.best.plain_accuracy}
+            summary["best_evaluation"] = {"step": self.best.step, **accuracy}
 
     def _end_where_due(self, run: Run) -> None:
-        patience, is_last = self.patience, run.step == run.total_steps
-        if patience and self.best and self.since >= patience and not is_last and not run.progress.ends_early:
+        if not (self.patience and self.best) or run.step == run.total_steps or run.progress.ends_early:
+            return
+        since = sum(step > self.best.step for step in self.evaluated)
+        if since >= self.patience:
             run.end_after_this_step(
-                f"{self.since} evaluations in a row have no higher {self.watched} accuracy than "
-                f"{self.best.plain_accuracy:.2%} of step {self.best.step} (--early-stopping {patience})"
+                f"{since} evaluations in a row have no higher {run.watched} accuracy than "
+                f"{self.best.plain_accuracy:.2%} of step {self.best.step} (--early-stopping {self.patience})"
             )
             run.say(f"step {run.step} is the last one: {run.progress.ends_early}")
 

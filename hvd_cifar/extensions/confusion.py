@@ -5,60 +5,46 @@ from __future__ import annotations
 import base64
 import io
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_cifar.files import replace_text
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
-    from hvd_cifar.data.dataset import Dataset
-    from hvd_cifar.training.confusion import Confusion
-    from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.evaluate import Evaluation, Mistake
 
 SIDE = 256  # pixels, the longer side of the mistakes' images: with larger ones the file is too large for its readers
 
 
 def make(run: Run) -> Callback:
-    """The writer."""
     return ConfusionWriter()
 
 
 class ConfusionWriter(Callback):
-    """Writes confusion.json."""
+    """Writes confusion.json. A file that cannot be written does not end the run."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write the file. A file that cannot be written does not end the run."""
-        if evaluation.confusion is not None and evaluation.part == "test":
-            found = evaluation.confusion
-            run.ranks.on_root(lambda: self._write(run, found))
+        found, images = evaluation.confusion, run.data.test.images
+        if found is None or evaluation.part != "test":
+            return
 
-    def _write(self, run: Run, found: Confusion) -> None:
-        with run.files_may_fail("confusion.json cannot be written"):
-            write(run.run_dir, found, run.data, run.step)
+        def described(mistake: Mistake) -> dict[str, Any]:
+            image = _data_url(images[[mistake.index]][0])
+            return {**{k: v for k, v in vars(mistake).items() if k != "loss"}, "image": image}
 
+        def write() -> None:
+            content = {
+                "dataset": run.data.name,
+                "step": run.step,
+                "split": "test",
+                "class_names": list(run.data.labels_in_words),
+                "matrix": found.matrix.tolist(),
+                "mistakes": [described(mistake) for mistake in found.mistakes],
+            }
+            with run.files_may_fail("confusion.json cannot be written"):
+                replace_text(run.run_dir / "confusion.json", json.dumps(content) + "\n")
 
-def write(folder: Path, found: Confusion, dataset: Dataset, step: int) -> None:
-    """Write confusion.json; `dataset` has the images. Raises OSError where it cannot be written."""
-    mistakes = [
-        {
-            "index": mistake.example,
-            "label": mistake.label,
-            "predicted": mistake.predicted,
-            "probabilities": mistake.probabilities,
-            "image": _data_url(dataset.test.images[[mistake.example]][0]),
-        }
-        for mistake in found.mistakes
-    ]
-    content = {
-        "dataset": dataset.name,
-        "step": step,
-        "split": "test",
-        "class_names": list(dataset.labels_in_words),
-        "matrix": found.matrix.tolist(),
-        "mistakes": mistakes,
-    }
-    replace_text(folder / "confusion.json", json.dumps(content) + "\n")
+        run.ranks.on_root(write)
 
 
 def _data_url(image: Any) -> str:

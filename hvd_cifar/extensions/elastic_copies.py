@@ -7,7 +7,7 @@ Variables that differ between ranks, such as local moving statistics, are then t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,9 @@ from hvd_cifar.fields import MOST_STEPS
 from hvd_cifar.runtime.shared_memory import NONE, TwoVersions, own_folder, versions_in
 from hvd_cifar.training.callbacks import Callback, Run
 
-if TYPE_CHECKING:
-    from hvd_cifar.runtime.environment import ElasticJob
-
 
 def make(run: Run) -> Callback | None:
-    """The copies of an elastic job."""
-    return ElasticCopies(run.world.elastic) if run.world.elastic else None
+    return ElasticCopies() if run.world.elastic else None
 
 
 class _Values:
@@ -60,50 +56,34 @@ def _bytes_of(variable: Any) -> int:
 class ElasticCopies(Callback):
     """This host's copies of the state, and how all ranks restore from them."""
 
-    def __init__(self, job: ElasticJob) -> None:
-        self.job = job
-
     def on_build(self, run: Run) -> None:
-        """Have each step's results fetched: the copy counts skipped steps."""
-        run.progress.fetches_each_step = True
+        run.progress.fetches_each_step = True  # the copy counts skipped steps
 
     def on_restore(self, run: Run) -> str | None:
-        """Restore the newest whole copy on all ranks, if it is later than the present state.
-
-        Raises:
-            UserError: where the host's shared memory has no room.
-        """
-        self._values = _Values(run.state.variables)
-        self._folder = run.ranks.on_every_rank(lambda: own_folder(self.job.name))
+        job, self._values = run.world.elastic, _Values(run.state.variables)
+        assert job is not None, "the job is elastic"
+        folder, size = run.ranks.on_every_rank(lambda: own_folder(job.name)), self._values.size
         is_first = run.world.local_rank == 0
-        self._copies = run.ranks.on_every_rank(
-            lambda: TwoVersions(self._folder, self._values.size) if is_first else None
-        )
-        return "memory" if self._restore(run) else None
+        self._copies = run.ranks.on_every_rank(lambda: TwoVersions(folder, size) if is_first else None)
+        newest = run.ranks.gather(max(versions_in(folder), default=NONE) if self._copies else NONE)
+        found = max(newest)
+        if found <= self._version(run):
+            return None
+        root = newest.index(found)
+        if self._copies and run.world.rank == root:
+            self._values.assign(self._copies.read(found))
+        run.state.broadcast(root)
+        return "memory"
 
     def on_step(self, run: Run) -> None:
-        """Copy the state of this step."""
         run.tell("before_save")
         if self._copies:
             self._copies.write(self._version(run), self._values.pieces())
 
     def on_rollback(self, run: Run) -> None:
-        """Forget the copies, which are of discarded steps."""
         if self._copies:
-            self._copies.clear()
+            self._copies.clear()  # they are of discarded steps
 
     def _version(self, run: Run) -> int:
         """A number that grows with each step, and with each rollback even though its step is an earlier one."""
         return int(run.state.rollbacks.numpy()) * (MOST_STEPS + 1) + int(run.state.step.numpy())
-
-    def _restore(self, run: Run) -> bool:
-        """Restore the newest whole copy on all ranks, if it is later than the present state. A collective."""
-        newest = run.ranks.gather(max(versions_in(self._folder), default=NONE) if self._copies else NONE)
-        found = max(newest)
-        if found <= self._version(run):
-            return False
-        root = newest.index(found)
-        if self._copies and run.world.rank == root:
-            self._values.assign(self._copies.read(found))
-        run.state.broadcast(root)
-        return True

@@ -11,15 +11,12 @@ FILE = "examples.jsonl"
 
 
 class Settings(fields.Settings):
-    """Options of this extension."""
-
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
     )
 
 
 def make(run: Run) -> Callback | None:
-    """The ledger, where it is asked for."""
     return ExampleLedger() if run.options(Settings).record_examples else None
 
 
@@ -30,18 +27,16 @@ class ExampleLedger(Callback):
         self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
 
     def on_start(self, run: Run) -> None:
-        """Remove entries of later steps, which an interrupted run left."""
+        # An interrupted run left entries of later steps.
         run.ranks.on_root(lambda: run.reporter.resume_file(FILE, run.step))
 
     def on_step(self, run: Run) -> None:
-        """Note this rank's examples."""
-        self.used.append((run.step, run.examples))
+        self.used.append((run.step, run.progress.examples))
         if run.progress.fetches_each_step:  # the step's state is copied next, and no copied step may lack its record
             self.on_log(run)
             run.ranks.barrier()
 
     def on_log(self, run: Run) -> None:
-        """Write the steps since the last log line."""
         by_rank = run.ranks.gather(self.used)
         for i, (step, _) in enumerate(self.used):
             skipped = {"skipped": True} if step in run.progress.skipped else {}
@@ -49,10 +44,8 @@ class ExampleLedger(Callback):
         self.used.clear()
 
     def on_rollback(self, run: Run) -> None:
-        """Forget the steps that the run makes again."""
         self.used.clear()
         self.on_start(run)
 
     def before_checkpoint(self, run: Run) -> None:
-        """Write the steps up to the checkpoint."""
         self.on_log(run)

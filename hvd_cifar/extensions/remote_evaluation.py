@@ -22,15 +22,13 @@ UNREAD = "results of validation ranks cannot be read"
 
 
 def make(run: Run) -> Callback | None:
-    """The callback of a job beside which validation ranks run."""
     return RemoteEvaluation() if run.world.beside else None
 
 
 class RemoteEvaluation(Callback):
-    """Offers snapshots to validation ranks (--validation-ranks) where an evaluation is due, and reports their results.
+    """Offers snapshots where an evaluation is due, and reports results.
 
-    Only rank 0 reads the files. It tells the others with a step's loss that results have arrived, and then broadcasts
-    them.
+    Only rank 0 reads files. It tells the others with a step's loss that results have arrived, and broadcasts them.
     """
 
     def __init__(self) -> None:
@@ -46,17 +44,14 @@ class RemoteEvaluation(Callback):
     def on_build(self, run: Run) -> None:
         """Leave evaluations during training to the other job. Rank 0 tells the others of results with a flag."""
         run.is_evaluated_here = False
-        run.progress.flags.declare(FLAG)
-        self.watched = "validation" if run.data.validation else "test"
+        run.progress.own_flags[FLAG] = 0.0
 
     def on_restore(self, run: Run) -> None:
-        """Open the folder of snapshots."""
         from hvd_cifar.training.snapshots import open_snapshots
 
         self.snapshots = open_snapshots(run)
 
     def on_start(self, run: Run) -> None:
-        """Start the clock of `SECONDS_TO_COME`."""
         self.began = time.monotonic()
 
     def before_steps(self, run: Run) -> None:
@@ -65,8 +60,7 @@ class RemoteEvaluation(Callback):
             self._offer(run)
 
     def on_step(self, run: Run) -> None:
-        """Report new results, and offer a snapshot where one is due."""
-        if run.progress.flags.sums[FLAG] > 0:
+        if run.progress.flags[FLAG] > 0:
             self._report(run)
         if run.evaluation_is_due and not run.progress.stop_requested:
             self._offer(run)
@@ -81,9 +75,9 @@ class RemoteEvaluation(Callback):
     def on_end(self, run: Run) -> None:
         """Wait for the last results. The last step needs a snapshot only where examples are held out."""
         run.progress.check_losses()
-        if self.watched != "test":
+        if run.watched != "test":
             self._offer(run)
-        with run.progress.aside("evaluation"):
+        with run.aside("evaluation"):
             end, waits = time.monotonic() + SECONDS_FOR_LAST, True
             while waits:
                 run.progress.watch.mark("validation")
@@ -107,7 +101,7 @@ class RemoteEvaluation(Callback):
     def _forget(self, run: Run) -> None:
         """Have no results: none to tell the other ranks of, and none that they have heard of."""
         self.results = []
-        run.progress.flags.own[FLAG] = run.progress.flags.sums[FLAG] = 0.0
+        run.progress.own_flags[FLAG] = run.progress.flags[FLAG] = 0.0
 
     def _look(self, run: Run) -> None:
         if self.snapshots:
@@ -116,19 +110,19 @@ class RemoteEvaluation(Callback):
                 self.has_met = self.has_met or self.snapshots.has_readers()
                 self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
                 self._listen(run, self.snapshots)
-            run.progress.flags.own[FLAG] = float(bool(self.results))
+            run.progress.own_flags[FLAG] = float(bool(self.results))
 
     def _listen(self, run: Run, snapshots: Snapshots) -> None:
         """Warn where validation ranks show no sign of life for some time-outs of --stall-seconds."""
-        life = snapshots.sign_of_life()
-        if self.has_met and (life.time != self.sign or self.heard == math.inf):
-            self.sign, self.heard, self.hang = life.time, self.looked, False
+        sign, _, process = snapshots.sign_of_life()
+        if self.has_met and (sign != self.sign or self.heard == math.inf):
+            self.sign, self.heard, self.hang = sign, self.looked, False
         limit = run.settings.stall_seconds  # None: `FLOOR`; 0: never
         seconds = (FLOOR if limit is None else limit) * (PATIENCE if self.reported else FACTOR)
         if seconds and self.looked > self.heard + seconds and not self.hang and snapshots.has_readers():
             self.hang = True
             run.warn(
-                f"the validation ranks hang: {life.process} has shown no progress for {seconds:.0f} s; training goes "
+                f"the validation ranks hang: {process} has shown no progress for {seconds:.0f} s; training goes "
                 "on, and evaluations of later steps are missing"
             )
 
@@ -151,9 +145,9 @@ class RemoteEvaluation(Callback):
     def _offer(self, run: Run) -> None:
         """Write a snapshot of this step, unless the step is evaluated. A collective, since ranks average statistics."""
         run.progress.check_losses()
-        with run.progress.aside("evaluation"):
+        with run.aside("evaluation"):
             run.state.average(run.step)
-            if self.snapshots and run.step not in run.reporter.evaluated[self.watched]:
+            if self.snapshots and run.step not in run.reporter.evaluated[run.watched]:
                 with run.files_may_fail(f"step {run.step} is not evaluated: its snapshot cannot be written"):
                     for step in self.snapshots.offer(run.step):
                         run.reporter.missing(step, f"no validation rank has taken it, and step {run.step} replaces it")

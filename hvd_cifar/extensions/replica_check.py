@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from pydantic import Field
@@ -14,8 +13,6 @@ from hvd_cifar.training.callbacks import Callback, Run
 
 
 class Settings(fields.Settings):
-    """Options of this extension."""
-
     check_sync_every: int = Field(
         500,
         ge=0,
@@ -27,55 +24,36 @@ class Settings(fields.Settings):
 
 
 def make(run: Run) -> Callback:
-    """The check."""
     return ReplicaCheck(run.options(Settings).check_sync_every)
 
 
 class ReplicaCheck(Callback):
-    """Compares the ranks' variables.
+    """Compares the ranks' variables, also after the first step: a net or optimizer that lets ranks differ shows there.
 
-    The first step of a process is followed by a comparison, since a net or optimizer that lets ranks drift apart shows
-    there.
+    TrainingError on every rank, where they differ.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.checked_step = -1  # the step of the last comparison
 
-    def on_build(self, run: Run) -> None:
-        """Count the seconds of comparisons."""
-        self.seconds = run.state.number("check_seconds", 0.0, "root")
-
     def on_step(self, run: Run) -> None:
-        """Compare where it is due."""
         is_first = self.every > 0 and run.step == run.progress.first_step + 1
         if is_first or run.is_due(self.every):
-            self.check(run, everything=False)
+            self._check(run, with_own=False)
 
     def before_checkpoint(self, run: Run) -> None:
-        """Compare all that the checkpoint will hold."""
-        self.check(run, everything=True)
+        self._check(run, with_own=True)  # the ranks have just averaged the variables that differ between steps
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Say whether all variables are the same at the end."""
         summary["replicas_identical"] &= self.checked_step == run.step
-        summary["sync_check_seconds"] = round(float(self.seconds.numpy()), 6)
 
-    def check(self, run: Run, everything: bool) -> None:
-        """Compare now.
-
-        Args:
-            everything: compare also the variables that differ between steps, which the ranks have just averaged.
-
-        Raises:
-            TrainingError: on every rank, where they differ.
-        """
+    def _check(self, run: Run, with_own: bool) -> None:
         from hvd_cifar.distributed.proof import find_divergence
 
         run.progress.check_losses()
         with run.progress.clock.paused():
-            began = time.perf_counter()
-            found = find_divergence(run.state.replicated(with_own=everything))
+            found = find_divergence(run.state.replicated(with_own))
             if found is not None:
                 path, difference = found
                 own = set(map(id, run.state.own))
@@ -84,4 +62,3 @@ class ReplicaCheck(Callback):
                     advice = "; if its layer changes it by a rank's own examples, name it moving_mean"
                 raise TrainingError(f"{OUT_OF_SYNC} after step {run.step}: {difference}; {run.progress.kept}{advice}")
             self.checked_step = run.step
-            self.seconds.assign_add(time.perf_counter() - began)

@@ -8,28 +8,22 @@ bits. Without a remedy the weights of unlike ranks would drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvd_cifar.training.callbacks import Callback, Run, StepObserver
-
-if TYPE_CHECKING:
-    from hvd_cifar.training.step_times import StepTimes
 
 # Keras's optimizers that compute each value of a weight from that value's own gradient.
 ONE_BY_ONE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
 
 
 def make(run: Run) -> Callback | None:
-    """The callback that makes unlike ranks take rank 0's values."""
     return UnlikeRanks() if run.world.size > 1 else None
 
 
-class UnlikeRanks(Callback):
-    """Finds unlike ranks, and has the step end with rank 0's values where they round differently."""
+class UnlikeRanks(Callback, StepObserver):
+    """Has the step of unlike ranks end with rank 0's values where they round differently."""
 
     def on_build(self, run: Run) -> None:
-        """Compare the ranks' hardware."""
         from hvd_cifar.runtime.ranks import unlike_hardware
 
         named = unlike_hardware(run.world.ranks)
@@ -43,32 +37,20 @@ class UnlikeRanks(Callback):
             run.say(
                 f"unlike ranks round the update differently, so all take rank 0's ({megabytes:.1f} MB a step): {named}"
             )
-            run.observe(TakenFromRoot(variables, run.progress.times))
-
-
-class TakenFromRoot(StepObserver):
-    """Broadcasts variables from rank 0 after each update."""
-
-    def __init__(self, variables: Sequence[Any], times: StepTimes) -> None:
-        """`times`: notes how long this rank waits for rank 0's values."""
-        self.variables, self.times = variables, times
+            self.variables, self.waits = variables, run.progress.waits
+            run.observe(self)
 
     def after_update(self) -> None:
-        """Take rank 0's values."""
         from hvd_cifar.distributed.collectives import broadcast_variables
         from hvd_cifar.training.step import values_of
 
-        self.times.update_is(values_of(self.variables))
+        self.waits.on_gradients(values_of(self.variables))
         broadcast_variables(self.variables)
-        self.times.root_is(values_of(self.variables))
+        self.waits.on_sums(values_of(self.variables))
 
 
 def rounded_differently(run: Run, same_kind: bool) -> list[Any]:
-    """The variables whose last bits depend on the hardware.
-
-    Args:
-        same_kind: whether all ranks have the same kind of processor.
-    """
+    """The variables whose last bits depend on the hardware; `same_kind`: all ranks have the same kind of processor."""
     import keras
     import tensorflow as tf
 

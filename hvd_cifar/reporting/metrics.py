@@ -45,7 +45,6 @@ class Reporter:
         self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by part of the data set
         self.missed: set[int] = set()  # steps whose snapshot nobody has evaluated
         self._events: Path | None = None  # of TensorBoard
-        self.begins_events = False  # whether the run directory had no folder for TensorBoard
 
     def open(self, first_step: int) -> None:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
@@ -55,7 +54,6 @@ class Reporter:
         self.resume_file(METRICS, first_step, self._remember)
         folder = self.run_dir / "tensorboard"
         with _writing(folder):
-            self.begins_events = not folder.exists()
             self._events = board.begin(folder, first_step)
 
     def resume_file(
@@ -177,7 +175,7 @@ class Reporter:
         self.say(f"{stamp.isoformat(sep=' ', timespec='seconds')}: step {step}, loss = {loss:.4f} ({rate})")
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
         self.record("train", dataset=self.dataset, step=step, epoch=epoch, loss=loss, **shown)
-        self.show(step, [board.scalars(shown)])
+        self.show(step, shown)
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, epoch=epoch, refresh=True)
 
@@ -199,7 +197,7 @@ class Reporter:
         values |= {} if at_step is None else {"at_step": at_step}
         self.record("eval" if part == "test" else part, dataset=self.dataset, step=step, epoch=epoch, **values)
         tags = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
-        self.show(step, [board.scalars(tags)])
+        self.show(step, tags)
 
     def missing(self, step: int, why: str) -> None:
         """Report a snapshot that nobody has evaluated."""
@@ -210,12 +208,12 @@ class Reporter:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
         self.record("ranks", dataset=self.dataset, step=step, **by_rank)
         every = ((f"{name}/rank_{i}", value) for name, values in by_rank.items() for i, value in enumerate(values))
-        self.show(step, [board.scalars({tag: value for tag, value in every if isinstance(value, float)})])
+        self.show(step, {tag: value for tag, value in every if isinstance(value, float)})
 
-    def show(self, step: int, summaries: Iterable[Any], graph: bytes | None = None) -> None:
-        """Add what `board` makes to TensorBoard's file."""
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers by tag to TensorBoard's file."""
         if self._events:
-            self._append(self._events, board.encode(step, summaries, graph))
+            self._append(self._events, board.encode(step, values))
 
     def _remember(self, event: dict[str, Any]) -> None:
         match event:

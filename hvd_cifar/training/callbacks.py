@@ -6,13 +6,14 @@ This module imports no TensorFlow: the command line lists the extensions' option
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hvd_cifar.errors import TrainingError, UserError, reason_of
+from hvd_cifar.errors import Diverged, TrainingError, UserError, reason_of
 
 if TYPE_CHECKING:
     import keras
@@ -66,21 +67,22 @@ class StepObserver:
 
 
 class Callback:
-    """Called at events of a run, on every rank alike; each method does nothing until a subclass replaces it.
+    """Called at events of a run; each method does nothing until a subclass replaces it.
 
-    Every rank calls every method at the same steps. A method may run collectives (`Run.ranks`), if it does so on every
-    rank. An error on one rank ends its process, and with it the run on all ranks.
+    Every rank calls every method at the same steps, so a method may run collectives (`Run.ranks`), if it does so on
+    every rank. An error on one rank ends the run on all ranks.
     """
 
     def on_build(self, run: Run) -> None:
         """Once net and optimizer exist, before a checkpoint is restored.
 
-        Here a callback adds its variables to `run.state`, its observers of the step (`Run.observe`) and its flags
-        (`run.progress.flags`), and raises `UserError` where its settings do not fit the run, the same on every rank.
+        Here a callback adds its variables to `run.state`, its observers of the step (`Run.observe`) and numbers that
+        ranks send each other (`run.progress.own_flags`), and raises `UserError`, the same on every rank, where its
+        settings do not fit the run.
         """
 
     def on_restore(self, run: Run) -> str | None:
-        """After all ranks have the state of the checkpoint, or the initial one. Returns where a newer state came from.
+        """After all ranks have the state of the checkpoint, or the initial one.
 
         A callback that has a newer state sets `run.state` to it, on every rank, and returns a word for it.
         """
@@ -106,9 +108,6 @@ class Callback:
     def before_save(self, run: Run) -> None:
         """Before the state is saved or copied: a callback stores its counters in its variables."""
 
-    def on_save_request(self, run: Run) -> None:
-        """A callback wants a checkpoint of this step (`Run.save`); the program's own writes it."""
-
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
 
@@ -116,8 +115,8 @@ class Callback:
         """A step's loss is not finite, on all ranks alike. True: the run goes on all the same."""
         return False
 
-    def on_diverged(self, run: Run, failure: Exception) -> bool:
-        """The run has diverged (`errors.Diverged`), on all ranks alike. True: it goes on, as from a checkpoint."""
+    def on_diverged(self, run: Run, failure: Diverged) -> bool:
+        """The run has diverged, on all ranks alike. True: it goes on, as from a checkpoint."""
         return False
 
     def on_rollback(self, run: Run) -> None:
@@ -135,8 +134,7 @@ class Run:
     """A run, as callbacks see it on every rank. Attributes are read-only, except where their text says otherwise.
 
     Attributes:
-        work: settings, data set, model and batch arithmetic.
-        net: the model that is trained, with its decayed variables.
+        work, net: what the attributes below are taken from.
         optimizer: distributed, and built for the model's variables.
         state: all variables of the run; callbacks add theirs.
         world: this rank and the others: rank, size, host, device.
@@ -150,6 +148,13 @@ class Run:
         is_evaluated_here: whether these ranks evaluate during training; a callback may set it to False in `on_build`.
         evaluation: the newest `Evaluation`; None before the first.
         summary: what summary.json holds; empty before the end.
+        reporter: what writes the run's files; there from `on_restore` on.
+        settings: every option, with values where the user gave none.
+        plan: the batch arithmetic.
+        recipe: the model's, with the changes of --set.
+        data, dataset: the data set, and its name.
+        watched: the part of it that is evaluated during training, "test" or "validation".
+        model: the Keras model that is trained.
     """
 
     work: Work
@@ -167,38 +172,20 @@ class Run:
     is_evaluated_here: bool = True
     evaluation: Any = None
     summary: Mapping[str, Any] = field(default_factory=dict)
-    _reporter: Reporter | None = None
+    reporter: Reporter = field(init=False)
+    settings: TrainSettings = field(init=False)
+    plan: Plan = field(init=False)
+    recipe: Recipe = field(init=False)
+    data: Dataset = field(init=False)
+    dataset: str = field(init=False)
+    watched: str = field(init=False)
+    model: keras.Model = field(init=False)
     _lines: list[str] | None = field(default_factory=list)  # said before the lines about the run; then None
 
-    @property
-    def settings(self) -> TrainSettings:
-        """Every option, with values where the user gave none."""
-        return self.work.settings
-
-    @property
-    def plan(self) -> Plan:
-        """The batch arithmetic."""
-        return self.work.plan
-
-    @property
-    def recipe(self) -> Recipe:
-        """The model's, with the changes of --set."""
-        return self.work.recipe
-
-    @property
-    def data(self) -> Dataset:
-        """The data set."""
-        return self.work.dataset
-
-    @property
-    def model(self) -> keras.Model:
-        """The Keras model that is trained."""
-        return self.net.model
-
-    @property
-    def dataset(self) -> str:
-        """Name of the data set."""
-        return self.data.name
+    def __post_init__(self) -> None:
+        self.settings, self.plan, self.recipe = self.work.settings, self.work.plan, self.work.recipe
+        self.data, self.dataset, self.model = self.work.dataset, self.work.dataset.name, self.net.model
+        self.watched = "validation" if self.data.validation else "test"
 
     @property
     def step(self) -> int:
@@ -226,24 +213,9 @@ class Run:
         return self.progress.loss
 
     @property
-    def examples(self) -> list[int]:
-        """Indices, in the data set's training part, of the examples that this rank used in the last step."""
-        return self.progress.examples
-
-    @property
     def evaluation_is_due(self) -> bool:
         """Whether --eval-every asks for an evaluation of this step. False at the last step: the end evaluates it."""
         return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
-
-    @property
-    def reporter(self) -> Reporter:
-        """What writes the run's files; there from `on_restore` on."""
-        assert self._reporter is not None, "the run directory is claimed"
-        return self._reporter
-
-    def report_to(self, reporter: Reporter) -> None:
-        """Take the reporter, once the run directory is claimed. Lines wait for `introduce`."""
-        self._reporter = reporter
 
     def introduce(self, lines: Sequence[str]) -> None:
         """Print the lines about the run, then those that callbacks have said before."""
@@ -257,17 +229,14 @@ class Run:
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""
-        if self._lines is None:
-            self.reporter.say(line)
-        else:
-            self._lines.append(line)
+        (self.reporter.say if self._lines is None else self._lines.append)(line)
 
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error, on rank 0; with `step` also record it."""
-        if self._reporter:
-            self._reporter.warn(line, step)
+        if self._lines is None:
+            self.reporter.warn(line, step)
         else:
-            self.say(line)
+            self._lines.append(line)
 
     @contextmanager
     def files_may_fail(self, what: str) -> Iterator[None]:
@@ -285,25 +254,48 @@ class Run:
         """Add an observer of the step. Observers are called in the order in which they are added."""
         self.observers.append(observer)
 
-    def aside(self, kind: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def aside(self, kind: str) -> Iterator[None]:
         """A block whose time does not count as training; `kind` names it in the summary (`sessions.SPANS`)."""
-        return self.progress.aside(kind)
+        step, began = self.step, time.time()
+        with self.progress.clock.paused(), self.progress.watch.phase(kind):
+            try:
+                yield
+            finally:
+                self.reporter.mark(kind, began=began, step=step)
 
     def options(self, kind: type[S]) -> S:
         """The settings, as those of an extension: they have its options."""
         return cast(S, self.settings)
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one. A collective."""
-        self.tell("on_save_request")
+        """Write a checkpoint of this step, unless there is one. A collective. UserError where it cannot be written."""
+        self.progress.check_losses()
+        with self.aside("checkpoints"):
+            self.state.average(self.step)
+            self.tell("before_checkpoint")
+            if self.progress.saved_step != self.step:
+                self.tell("before_save")
+                path = self.ranks.on_root(self._save)
+                self.progress.saved()
+                self.say(f"step {self.step}: saved {path}")
+                self.tell("on_checkpoint", path)
+
+    def _save(self) -> Path:
+        """Rank 0's part."""
+        assert self.checkpoints is not None, "this is rank 0"
+        path = self.checkpoints.save()
+        try:
+            self.reporter.catch_up()
+        except UserError as failure:
+            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
+        return path
 
     def go_back(self, useless_step: int | None = None) -> Path | None:
         """Return to the newest whole checkpoint; None where there is none. A collective.
 
-        The caller tells the callbacks by `on_rollback`, once it has changed what made it necessary.
-
-        Args:
-            useless_step: of the checkpoint whose weights are known to be useless, which is the last choice.
+        The caller tells the callbacks by `on_rollback`, once it has changed what made it necessary. `useless_step`: of
+        the checkpoint whose weights are known to be useless, which is the last choice.
         """
         checkpoints = self.checkpoints
         path = self.ranks.on_root(lambda: checkpoints.go_back(useless_step) if checkpoints else None)
@@ -332,10 +324,3 @@ class Run:
                     error.of_one_rank |= not type(callback).__module__.startswith(PACKAGE)
                     raise
         return found
-
-
-def check_interface(callbacks: Sequence[Any]) -> None:
-    """UserError where an object is not a `Callback`."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise UserError(f"--callbacks: {callback!r} is no Callback; derive its class from hvd_cifar.Callback")

@@ -1,56 +1,45 @@
 """Checkpoints on disk. Each is a folder, written atomically, and verified before any value of it is used.
 
-`step-N/` holds the variables of step N, `state.npz`, by the names of `TrainState.named`, and `manifest.json` with its
-size and SHA-256. The folders' names are the only list of the checkpoints. A folder whose
-name begins with a dot is being written or removed; a killed run may leave one behind.
+`step-N/` holds the variables of step N, by the names of `TrainState.named`: `state.npz`, an archive of NumPy's with a
+CRC-32 of each. The folders' names are the only list of the checkpoints. A folder whose name begins with a dot is being
+written or removed; a killed run may leave one behind.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
-from hvd_cifar.files import complain, read_json, replace_text, sync
+from hvd_cifar.files import complain, sync
 from hvd_cifar.training.state import TrainState
 
-FORMAT = 4
 KEPT = 5  # checkpoints of a run
-MANIFEST = "manifest.json"
 VALUES = "state.npz"
-BLOCK_BYTES = 2**22  # of a file, to hash at a time
 _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
 def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
-    """Write a checkpoint into a folder of checkpoints. It is whole and on disk when this returns.
+    """Write a checkpoint, values by name, into a folder of checkpoints. It is whole and on disk when this returns.
 
-    A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged.
-
-    Args:
-        values: by their names.
-
-    Raises:
-        OSError: where it cannot be written; no part of it is left.
+    A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged. After
+    an OSError no part of it is left.
     """
     path, part = folder / f"step-{step}", folder / f".step-{step}.part"
     try:
         part.mkdir()
         np.savez(part / VALUES, **values)  # type: ignore[arg-type]
         sync(part / VALUES)
-        manifest = {"format": FORMAT, "files": {VALUES: _description(part / VALUES)}}
-        replace_text(part / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        sync(part)
         if path.exists():
             remove(path)
         os.replace(part, path)
@@ -62,10 +51,9 @@ def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint. It is renamed first, so that a partly removed one is never taken for a whole one.
+    """Remove a checkpoint; False where there is none, or it cannot be renamed.
 
-    Returns:
-        False where there is none, or it cannot be renamed.
+    It is renamed first, so that a partly removed one is never taken for a whole one.
     """
     gone = path.with_name(f".{path.name}.old")
     try:
@@ -90,28 +78,27 @@ def clear(folder: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None where they match the manifest."""
+    """What is wrong with a checkpoint, in words; None where its values are those that were written."""
     try:
-        manifest = read_json(path / MANIFEST)
-        if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this program reads {FORMAT}"
-        told, file = manifest["files"][VALUES], path / VALUES
-        is_whole = file.stat().st_size == told["bytes"] and _description(file) == told  # the size first: it is cheap
+        with (path / VALUES).open("rb") as file:
+            is_whole = _has_its_checksums(file)
     except OSError as failure:
-        return f"{Path(failure.filename).name if failure.filename else path.name}: {reason_of(failure)}"
-    except (ValueError, LookupError, TypeError):
-        return f"{MANIFEST} is damaged"
+        return f"{VALUES}: {reason_of(failure)}"
     return None if is_whole else f"{VALUES} is not what was written"
 
 
-def listed(place: Path) -> list[Path]:
-    """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked.
+def _has_its_checksums(file: BinaryIO) -> bool:
+    try:
+        return zipfile.ZipFile(file).testzip() is None
+    except Exception:  # of many kinds, where an archive is damaged
+        return False
 
-    Raises OSError where a folder cannot be read.
-    """
+
+def listed(place: Path) -> list[Path]:
+    """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked."""
     folders = [folder for folder in (place, place / "checkpoints") if folder.is_dir()]
     is_named = folders == [place] and _STEP.fullmatch(place.name)  # a run directory may have such a name
-    if (place / MANIFEST).exists() or is_named:
+    if (place / VALUES).exists() or is_named:
         return [place]
     for folder in folders:
         found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
@@ -129,12 +116,9 @@ def listed_for_user(place: Path) -> list[Path]:
 
 
 def find(place: Path) -> Path | None:
-    """The checkpoint at a path, or the newest whole one in a folder of checkpoints or a run directory.
+    """The checkpoint at a path, or the newest whole one in a folder of checkpoints or a run directory; None: no one.
 
-    None where there is none. A warning on standard error names each newer one that is damaged.
-
-    Raises:
-        UserError: where all are damaged, or the place cannot be read.
+    A warning on standard error names each newer one that is damaged. UserError where all are, or cannot be read.
     """
     wrong: list[str] = []
     for path in listed_for_user(place):
@@ -147,15 +131,6 @@ def find(place: Path) -> Path | None:
     if wrong:
         raise UserError(f"damaged checkpoint {wrong[0]}, and no whole one in {place}; give another --run-dir or path")
     return None
-
-
-def _description(file: Path) -> dict[str, Any]:
-    state, size = hashlib.sha256(), 0
-    with file.open("rb") as content:
-        while block := content.read(BLOCK_BYTES):  # all of it may be larger than the memory that is left
-            state.update(block)
-            size += len(block)
-    return {"bytes": size, "sha256": state.hexdigest()}
 
 
 class Checkpoints:
@@ -173,19 +148,16 @@ class Checkpoints:
         """Write the current state. Keep the newest 5 checkpoints up to this step.
 
         Later checkpoints are removed. They must be damaged, since a run resumes from its newest whole checkpoint.
-
-        Raises:
-            Diverged: where a value is not finite: a step with a finite loss may still spoil the weights.
-            UserError: where it cannot be written. Earlier checkpoints are kept.
+        Diverged where a value is not finite: a step with a finite loss may still spoil the weights. UserError where it
+        cannot be written. Earlier checkpoints are kept.
         """
-        step = int(self.state.step.numpy())
-        variables, values = self.state.named(), values_of(self.state)
-        checked = [name for name, v in variables.items() if id(v) not in self._infinite]
-        if spoilt := [variables[name].path for name in checked if not np.isfinite(values[name]).all()]:
-            raise Diverged(
-                f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "
-                "lower --learning-rate or give --clip-norm"
-            )
+        step, values = int(self.state.step.numpy()), values_of(self.state)
+        for name, variable in self.state.named().items():
+            if id(variable) not in self._infinite and not np.isfinite(values[name]).all():
+                raise Diverged(
+                    f"{DIVERGED}: {variable.path} is not finite after step {step}; it was not saved; "
+                    "lower --learning-rate or give --clip-norm"
+                )
         try:
             path = write(self.folder, step, values)
         except OSError as failure:
@@ -194,7 +166,7 @@ class Checkpoints:
                 f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
                 f"{kept}; make room or give another --run-dir"
             ) from None
-        self._remove_all_but(path, KEPT)
+        self._keep_up_to(path)
         return path
 
     def go_back(self, useless_step: int | None) -> Path | None:
@@ -205,33 +177,16 @@ class Checkpoints:
         whole = [path for path in listed(self.folder) if damage(path) is None]
         path = next((path for path in whole if path.name != f"step-{useless_step}"), whole[0] if whole else None)
         if path is not None:
-            self.restore(path)
-            self._remove_all_but(path, KEPT)
+            restore(self.state, path)
+            self._keep_up_to(path)
         return path
 
-    def _remove_all_but(self, path: Path, kept: int) -> None:
-        """Remove later checkpoints than `path`, and keep `kept` in all."""
+    def _keep_up_to(self, path: Path) -> None:
+        """Remove later checkpoints than `path`, and keep `KEPT` in all."""
         newest_first = listed(self.folder)
         own = newest_first.index(path)
-        for other in (*newest_first[:own], *newest_first[own + kept :]):
+        for other in (*newest_first[:own], *newest_first[own + KEPT :]):
             remove(other)
-
-    def restore(self, path: Path) -> None:
-        """Read a state.
-
-        Raises:
-            UserError: where the checkpoint is of another model, or of another order of the data.
-        """
-        expected = self.state.origin.numpy().tolist()
-        restore(self.state, path)
-        found = self.state.origin.numpy().tolist()
-        if found != expected:
-            names = ("seed", "global batch", "training examples")
-            changed = [f"{n} was {a}, is {b}" for n, a, b in zip(names, found, expected, strict=True) if a != b]
-            raise UserError(
-                f"the checkpoint {path} is of another run ({'; '.join(changed)}): give the same settings, or another "
-                "--resume"
-            )
 
 
 def values_of(state: TrainState) -> dict[str, NDArray[Any]]:
@@ -246,25 +201,23 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def restore(state: TrainState, path: Path, partial: bool = False) -> None:
-    """Read a checkpoint that `find` has checked.
+    """Read a checkpoint that `find` has checked. UserError where it is of another model; no variable has changed.
 
     Variables that callbacks have added get their initial values where the checkpoint lacks them.
-
-    Args:
-        partial: the checkpoint may hold more than this state, which is for evaluation.
-
-    Raises:
-        UserError: where it lacks what the state needs; no variable has changed.
+    `partial`: the checkpoint may hold more than this state, which is for evaluation.
     """
     try:
-        saved, variables = read(path), state.named()
+        saved, variables, wrong = read(path), state.named(), []
     except (OSError, ValueError, LookupError, zipfile.BadZipFile) as failure:
         raise _unfit(path, reason_of(failure)) from None
     for name, variable in variables.items():
-        if name.startswith("state/") and (wrong := _misfit(variable, saved.get(name))):
-            raise _unfit(path, wrong)
-    if more := [name for name in saved if name.startswith("state/") and name not in variables and not partial]:
-        raise _unfit(path, f"it holds {more[0]}, which this run has not")
+        if name.startswith("state/") and (why := _misfit(variable, saved.get(name))):
+            wrong.append(why)
+    if not partial:
+        more = [name for name in saved if name.startswith("state/") and name not in variables]
+        wrong += [f"it holds {name}, which this run has not" for name in more]
+    if wrong:
+        raise _unfit(path, wrong[0])
     state.reset_additions()
     for name, variable in variables.items():
         if not _misfit(variable, saved.get(name)):

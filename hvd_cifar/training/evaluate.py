@@ -1,16 +1,17 @@
-"""Accuracy and loss on a whole set. Every example counts once, so results do not depend on the number of ranks."""
+"""Accuracy, loss and confusion on a whole set. Each example counts once, so results do not depend on the ranks."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
@@ -18,10 +19,30 @@ from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
-from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
 from hvd_cifar.training.step import cross_entropy
 
 MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
+WORST = 16  # mistakes to keep
+MOST_CLASSES = 1000  # a larger confusion matrix takes long to all-reduce
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A test image that the net classifies wrongly."""
+
+    loss: float  # cross-entropy
+    index: int  # in the test set
+    label: int
+    predicted: int
+    probabilities: list[float]  # of all classes
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """The confusion matrix of an evaluation, and its worst mistakes."""
+
+    matrix: NDArray[np.int64]  # [classes, classes], examples by true class (row) and predicted class (column)
+    mistakes: list[Mistake]  # those with the largest losses, the largest first
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,36 @@ class Evaluation:
         return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
 
 
+class Tally:
+    """A rank's part of a `Confusion`."""
+
+    def __init__(self, classes: int) -> None:
+        self.matrix = np.zeros((classes, classes))
+        self.mistakes: list[Mistake] = []
+
+    def add(
+        self, examples: NDArray[np.int64], labels: NDArray[np.int32], losses: NDArray[np.float64], logits: NDArray[Any]
+    ) -> None:
+        """Count examples, [b]; logits are [b, classes]."""
+        predicted = logits.argmax(axis=-1)
+        np.add.at(self.matrix, (labels, predicted), 1)
+        wrong = np.flatnonzero(predicted != labels)
+        for i in wrong[np.argsort(-losses[wrong], kind="stable")[:WORST]]:
+            powers = np.exp(logits[i].astype(np.float64) - logits[i].max())
+            place = float(losses[i]), int(examples[i]), int(labels[i]), int(predicted[i])
+            self.mistakes.append(Mistake(*place, (powers / powers.sum()).round(6).tolist()))
+        self.mistakes = _largest(self.mistakes)
+
+    def of_all(self, matrix: list[float]) -> Confusion:
+        """The confusion over all ranks. `matrix`: the sum of their matrices, flat. A collective."""
+        mistakes = _largest(m for of_rank in collectives.all_gather_object(self.mistakes) for m in of_rank)
+        return Confusion(np.array(matrix).reshape(self.matrix.shape).round().astype(np.int64), mistakes)
+
+
+def _largest(mistakes: Iterable[Mistake]) -> list[Mistake]:
+    return sorted(mistakes, key=lambda mistake: (-mistake.loss, mistake.index))[:WORST]
+
+
 def make_evaluator(
     model: keras.Model,
     dataset: Dataset,
@@ -65,8 +116,8 @@ def make_evaluator(
     A rank evaluates `batch_size` examples at a time, by default `examples_at_once`. Batch norm's moving statistics must
     be the same on all ranks: see `TrainState.average`.
     """
-    examples = getattr(dataset, part)
     batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
+    examples = getattr(dataset, part)
     given = {"batch_size": batch_size, "rank": world.rank, "size": world.size}
 
     @tf.function(reduce_retracing=True, autograph=False)
@@ -104,21 +155,13 @@ def make_evaluator(
 
 
 def examples_at_once(*shapes: tuple[int, int, int]) -> int:
-    """The number of examples to evaluate at a time: 500 of 32 x 32 pixels, and fewer of larger images.
-
-    Args:
-        shapes: of images before and after their transforms, (height, width, channels).
-    """
+    """Examples to evaluate at a time: 500 of 32 x 32 pixels, and fewer of larger images of these shapes."""
     pixels = max(height * width for height, width, _ in shapes)
     return max(1, min(MOST_AT_ONCE, MOST_AT_ONCE * 32 * 32 // pixels))
 
 
 def logits_of(model: keras.Model, images: Any, many: bool = False) -> Any:
-    """Logits [b, classes] in float32 or better: of the image as it is, or averaged over `six_views` if `many`.
-
-    Args:
-        images: float [b, height, width, channels], tensors or Keras's symbolic ones.
-    """
+    """Logits [b, classes] in float32 or better of images float [b, height, width, channels]; `many`: of `six_views`."""
     exact = "float64" if model.compute_dtype == "float64" else "float32"
     weighted = six_views(images) if many else [(1.0, images)]
     logits = (weight * keras.ops.cast(model(view, training=False), exact) for weight, view in weighted)
@@ -133,10 +176,5 @@ def six_views(images: Any) -> list[tuple[float, Any]]:
     height, width = images.shape[1:3]
     padded = keras.ops.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="reflect")
     shifted = [padded[:, offset : offset + height, offset : offset + width] for offset in (0, 2)]
-    moved = [(1 / 8, view) for view in (*shifted, *map(mirror, shifted))]
-    return [(1 / 4, images), (1 / 4, mirror(images)), *moved]
-
-
-def mirror(images: Any) -> Any:
-    """Images [b, height, width, channels], left and right exchanged."""
-    return images[:, :, ::-1]
+    moved = [(1 / 8, view) for view in (*shifted, *(view[:, :, ::-1] for view in shifted))]
+    return [(1 / 4, images), (1 / 4, images[:, :, ::-1]), *moved]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -54,12 +55,12 @@ class StopRequests:
         self._undo.close()
 
     def _watch(self, reader: int) -> None:
-        asked, end, interrupts = "", float("inf"), 0
+        asked, end, interrupts = "", math.inf, 0
         arrivals = select.poll()  # `select` takes no descriptor above 1023
         arrivals.register(reader, select.POLLIN)
         while True:
-            left = None if end == float("inf") else max(0.0, end - time.monotonic()) * 1000
-            if not arrivals.poll(left):
+            left = max(0.0, end - time.monotonic())
+            if not arrivals.poll(None if end == math.inf else left * 1000):
                 complain(
                     f"no checkpoint within {self._grace_seconds:g} s of {asked}; the run ends; "
                     f"{self._kept()} (exit code {RESUME})"
@@ -71,8 +72,7 @@ class StopRequests:
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1:
                 os._exit(128 + signal.SIGINT)
-            found = [number for number in numbers if number in SIGNALS]
-            if found and not self.made:
+            if not self.made and (found := [number for number in numbers if number in SIGNALS]):
                 self.made, asked = True, signal.Signals(found[0]).name
                 end = time.monotonic() + self._grace_seconds + (0.0 if self._is_root else SECONDS_FOR_ROOT)
 

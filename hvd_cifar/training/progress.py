@@ -1,18 +1,23 @@
-"""What the loop changes in the course of a run: step, losses, clock, and the flags that ranks send each other."""
+"""What the loop changes in the course of a run: step, losses, clocks, and the flags that ranks send each other."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled  # no public name tells it
 
 from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.runtime.watch import Watch
-from hvd_cifar.training.step_times import StepTimes
+from hvd_cifar.training.callbacks import StepObserver
 
 SECONDS_BETWEEN_LOOKS = 1.0  # between fetches of the steps' results; a request to stop waits as long
 
@@ -24,23 +29,16 @@ class StepClock:
         self._seconds = 0.0
         self._resumed = time.perf_counter()
         self._pauses = 0
-        self._lapped = 0.0
 
     @property
     def seconds(self) -> float:
         """Since the clock was made."""
         return self._seconds + (0.0 if self._pauses else time.perf_counter() - self._resumed)
 
-    def lap(self) -> float:
-        """Return the seconds since the last lap, and begin the next one."""
-        before, self._lapped = self._lapped, self.seconds
-        return self._lapped - before
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block. Blocks may be nested."""
-        if not self._pauses:
-            self._seconds += time.perf_counter() - self._resumed
+        self._seconds = self.seconds
         self._pauses += 1
         try:
             yield
@@ -49,67 +47,90 @@ class StepClock:
             self._resumed = time.perf_counter()
 
 
-class Losses(NamedTuple):
-    """Losses of a global batch: mean cross-entropy, the penalties (weight decay, losses of layers), and their sum."""
+class WaitClock(StepObserver):
+    """Seconds for which this rank waits for others, measured inside the step's graph.
 
-    cross_entropy: float
-    weight_loss: float
-    total_loss: float
-
-
-class ControlFlags:
-    """Numbers that ranks send each other with a step's loss, by name. All ranks get the sums.
-
-    Attributes:
-        own: this rank's, sent with each step until they change.
-        sums: over all ranks, of the steps whose results were fetched; 0 until then.
+    It adds two clock readings and two additions to the graph, on the CPU; no other operation waits for them. On a GPU
+    the readings tell when work is queued, not when it is done.
     """
 
     def __init__(self) -> None:
-        self.own: dict[str, float] = {}
-        self.sums: dict[str, float] = {}
+        self._origin, self._taken = time.time(), 0.0
+        with tf.device("/CPU:0"):
+            # For what this rank has computed, and for what has come: the sum of times since `_origin`, their number.
+            self._sums = tf.Variable([0.0] * 4, dtype=tf.float64, trainable=False, name="step_times")
 
-    def declare(self, name: str) -> None:
-        """Add a flag, on every rank, before the step is built."""
-        self.own[name] = self.sums[name] = 0.0
+    def on_gradients(self, gradients: Sequence[Any]) -> None:
+        """A wait begins once this rank has these, for slower ranks and for the network."""
+        self._note(gradients, 0)
 
-    def add(self, sums: Sequence[float]) -> None:
-        """Add a step's sums."""
-        for name, value in zip(self.own, sums, strict=True):
-            self.sums[name] += value
+    def on_sums(self, tensors: Sequence[Any]) -> None:
+        """It ends once these have come from other ranks."""
+        self._note(tensors, 2)
+
+    def _note(self, tensors: Sequence[Any], place: int) -> None:
+        with tf.device("/CPU:0"), tf.control_dependencies([t for t in tensors if t is not None]):
+            now = clock()
+            # Adds the seconds since `_origin`, and 1 to the count, in one assignment.
+            seconds, ones = np.eye(4)[place : place + 2]
+            self._sums.assign_add(now * seconds + (ones - self._origin * seconds))
+
+    def is_running(self) -> bool:
+        """Whether this rank waits now."""
+        _, begun, _, ended = self._sums.numpy()
+        return bool(begun > ended)
+
+    def take(self) -> float:
+        """The seconds since the last call. To be called between two steps."""
+        begun, _, ended, _ = self._sums.numpy()
+        before, self._taken = self._taken, float(ended - begun)
+        return max(0.0, self._taken - before)  # negative where the clock was set back
+
+
+def clock() -> Any:
+    """An operation that reads the clock: Unix time in seconds, a float64 scalar."""
+    # In deterministic mode TensorFlow's own operation refuses to, so Python reads it.
+    if not is_op_determinism_enabled():
+        return tf.timestamp()
+    return tf.ensure_shape(tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64), [])
+
+
+class Losses(NamedTuple):
+    """Losses of a global batch."""
+
+    cross_entropy: float  # the mean
+    weight_loss: float  # the penalties: weight decay, losses of layers
+    total_loss: float
 
 
 class Progress:
-    """Step, losses and clock of a run; the same on every rank, except for clock and flags of its own.
+    """Step, losses and clocks of a run; the same on every rank, except for clocks and flags of its own.
 
     Attributes:
         step: finished global steps; `first_step`: those of earlier processes.
         saved_step: of the newest checkpoint of this run; -1: none.
-        saved_at: when it was saved, or the process began its steps; `time.monotonic`.
         rate_factor: multiplies the schedule's learning rate; a callback may change it.
         skipped: losses of steps whose changes were undone, by step, of this process.
         stop_requested: by any rank: the run saves this step and stops.
         ends_early: why this step is the last one; the same on all ranks.
         fetches_each_step: whether each step's results are fetched before the next step.
+        own_flags: numbers that this rank sends the others with each step's loss, by name, until they change. A callback
+            adds its own in `on_build`, on every rank.
+        flags: their sums over all ranks, of the steps whose results were fetched.
         on_bad_loss: asks the callbacks whether the run goes on after a step's loss that is not finite.
-        spans: from `aside`: kind, step, begin and end in Unix time.
     """
 
-    def __init__(self, first_step: int = 0, saved_step: int = -1, watch: Watch | None = None) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         """`watch`: the rank's watchdog, which is told of phases; None: one that does not act."""
         self.watch = watch or Watch(0)
-        self.times = StepTimes()
         self.clock = StepClock()
-        self.flags = ControlFlags()
-        for name in ("stop", "save", "seconds"):
-            self.flags.declare(name)
-        self.begin(first_step, saved_step)
+        self.waits = WaitClock()
+        self.own_flags = {"stop": 0.0, "save": 0.0, "seconds": 0.0}
+        self.flags: dict[str, float] = defaultdict(float)
+        self.begin(0, -1)
         self.rate_factor = 1.0
         self.skipped: dict[int, float] = {}
-        self.spans: list[tuple[str, int, float, float]] = []
-        self.rates: list[tuple[int, float]] = []  # first step of each log line, and its images/s
         self.stop_requested = False
-        self.ends_early = ""
         self.fetches_each_step = False
         self.on_bad_loss: Callable[[int, float], bool] = lambda step, loss: False
         self._seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
@@ -117,22 +138,18 @@ class Progress:
 
     def begin(self, first_step: int, saved_step: int) -> None:
         """Begin at a step, of which there is a checkpoint in this run, or `saved_step` is -1."""
-        self.first_step = self.step = first_step
-        self.saved_step = saved_step
-        self.saved_at = time.monotonic()
-        self._forget()
+        self.go_back(first_step)
+        self.first_step, self.saved_step = first_step, saved_step
+        self._saved_at = time.monotonic()  # or the process begins its steps
 
     def go_back(self, step: int) -> None:
         """Continue from the checkpoint of an earlier step."""
         self.step = self.saved_step = step
         self.ends_early = ""
-        self._forget()
-
-    def _forget(self) -> None:
         self.losses: Losses | None = None  # of the last step whose result was fetched
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
-        self._next_look = self.step + 1
+        self._next_look = step + 1
 
     @property
     def loss(self) -> float | None:
@@ -147,17 +164,17 @@ class Progress:
 
     def saved(self) -> None:
         """Note that a checkpoint of this step is written."""
-        self.saved_step, self.saved_at, self.flags.sums["save"] = self.step, time.monotonic(), 0.0
+        self.saved_step, self._saved_at, self.flags["save"] = self.step, time.monotonic(), 0.0
 
     def save_is_due(self, minutes: float) -> bool:
         """Whether the newest checkpoint is older than `minutes`; 0: never. Rank 0's clock decides for all ranks."""
-        return 0 < minutes * 60 < time.monotonic() - self.saved_at
+        return 0 < minutes * 60 < time.monotonic() - self._saved_at
 
     def flags_to_send(self, stop: bool, save: bool, is_root: bool) -> list[float]:
         """This rank's flags for the next step, in their order. Rank 0's seconds tell all when to fetch results."""
         seconds = self._seconds_per_step if is_root else 0.0
-        self.flags.own |= {"stop": float(stop), "save": float(save), "seconds": seconds}
-        return list(self.flags.own.values())
+        self.own_flags |= {"stop": float(stop), "save": float(save), "seconds": seconds}
+        return list(self.own_flags.values())
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
         """Count a step: its micro-batches, and what the function of `make_train_step` returned.
@@ -173,21 +190,20 @@ class Progress:
     def check_losses(self) -> None:
         """Fetch the results of all steps since the last call. They are the same on all ranks.
 
-        Raises:
-            Diverged: at the first loss that is not finite, unless a callback deals with it.
+        Diverged at the first loss that is not finite, unless a callback deals with it.
         """
         unseen, self._unseen = self._unseen, []
-        first = self.step - len(unseen) + 1
-        for step, result in enumerate(unseen, start=first):
-            loss, penalty, *sums = map(float, result.numpy())
-            self.flags.sums["seconds"] = 0.0  # of the newest step alone
-            self.flags.add(sums)
+        for step, result in enumerate(unseen, start=self.step - len(unseen) + 1):
+            loss, penalty, *flags = map(float, result.numpy())
+            self.flags["seconds"] = 0.0  # of the newest step alone
+            for name, value in zip(self.own_flags, flags, strict=True):
+                self.flags[name] += value
             if math.isfinite(loss):
                 self.losses = Losses(loss - penalty, penalty, loss)
             elif not self.on_bad_loss(step, loss):
                 raise self.diverged(f"loss = {loss} at step {step}", step - 1)
-            self.stop_requested |= self.flags.sums["stop"] > 0
-            self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(self.flags.sums["seconds"], 1e-6)))
+            self.stop_requested |= self.flags["stop"] > 0
+            self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(self.flags["seconds"], 1e-6)))
         if unseen:
             now = time.perf_counter()
             self._seconds_per_step, self._looked = (now - self._looked) / len(unseen), now
@@ -198,16 +214,6 @@ class Progress:
         if weights_step is not None and weights_step == self.saved_step:
             kept += ", but its weights give this loss: go on from an earlier one"
         return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
-
-    @contextlib.contextmanager
-    def aside(self, kind: str) -> Iterator[None]:
-        """Exclude the time of the block from the clock, and add it to `spans`. `kind`: one of `sessions.SPANS`."""
-        step, began = self.step, time.time()
-        with self.clock.paused(), self.watch.phase(kind):
-            try:
-                yield
-            finally:
-                self.spans.append((kind, step, began, time.time()))
 
     @property
     def kept(self) -> str:

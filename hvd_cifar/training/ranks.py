@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hvd_cifar.distributed import collectives
 
@@ -32,15 +32,3 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         collectives.barrier()
-
-    def sums(self, values: list[float]) -> list[float]:
-        """Sums over the ranks, in float64."""
-        return collectives.all_reduce_sums(values)
-
-    def sum(self, tensor: Any) -> Any:
-        """The sum of a tensor over the ranks."""
-        return collectives.all_reduce_in_graph(tensor)
-
-    def digests(self, variables: list[Any]) -> list[str]:
-        """SHA-256 of the variables' bits, by rank."""
-        return self.gather(collectives.digest(variables))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from hvd_cifar.distributed.collectives import random_states
-from hvd_cifar.errors import UserError
+from hvd_cifar.distributed.collectives import digest, random_states
 from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.reporting import sessions
 from hvd_cifar.runtime.world import versions
 from hvd_cifar.training.callbacks import Callback, Run
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
@@ -24,50 +23,45 @@ class Logger(Callback):
     """Writes a log line every --log-every steps, and checks all losses since the last one."""
 
     def __init__(self) -> None:
-        self.logged_step = 0
-        self.examples = 0  # since the last line
+        self.logged_step, self.logged_seconds = 0, 0.0  # at the last line
+        self.examples = 0  # since then
+        self.rates: list[tuple[int, float]] = []  # first step of each log line, and its images/s
 
     def on_start(self, run: Run) -> None:
-        """Start the clock."""
-        self._begin(run)
+        self.logged_step, self.logged_seconds, self.examples = run.step, run.progress.clock.seconds, 0
+
+    def on_rollback(self, run: Run) -> None:
+        self.on_start(run)
 
     def on_step(self, run: Run) -> None:
-        """Count, and log where it is due."""
         self.examples += run.plan.examples_in_step(run.step - 1)
         if run.is_due(run.settings.log_every):
             self._log(run)
 
-    def on_rollback(self, run: Run) -> None:
-        """Count from the checkpoint on."""
-        self._begin(run)
-
     def on_end(self, run: Run) -> None:
-        """Log what is left."""
         if self.logged_step < run.step:
             self._log(run)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
         """Add the median throughput over the log lines, the first steps of this process left out."""
         first = run.progress.first_step + STEPS_LEFT_OUT
-        rates = [rate for start, rate in run.progress.rates if start >= first]
-        rates = rates or [rate for _, rate in run.progress.rates]
+        rates = [rate for start, rate in self.rates if start >= first] or [rate for _, rate in self.rates]
         measured = round(statistics.median(rates), 2) if rates else None
         summary["images_per_second"] = measured or run.reporter.last_train.get("images_per_second")
         summary["train_loss"] = run.reporter.last_train.get("loss")
-
-    def _begin(self, run: Run) -> None:
-        self.logged_step, self.examples = run.step, 0
-        run.progress.clock.lap()
 
     def _log(self, run: Run) -> None:
         run.progress.check_losses()
         if run.loss is None:
             return  # every step so far was skipped
-        seconds, steps = run.progress.clock.lap(), run.step - self.logged_step
+        now, steps = run.progress.clock.seconds, run.step - self.logged_step
+        seconds = now - self.logged_seconds
         rate = self.examples / seconds
-        run.progress.rates.append((self.logged_step, rate))
+        self.rates.append((self.logged_step, rate))
         run.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
-        self.logged_step, self.examples = run.step, 0
+        if run.progress.losses:
+            run.reporter.show(run.step, run.progress.losses._asdict())
+        self.logged_step, self.logged_seconds, self.examples = run.step, now, 0
         with run.progress.clock.paused():
             run.tell("on_log")
 
@@ -79,39 +73,39 @@ class Evaluator(Callback):
     evaluation uses both.
     """
 
-    def __init__(self, parts: Mapping[str, Callable[[bool], Evaluation]], averages: Any) -> None:
-        """`parts`: evaluators, by "test" and, with --hold-out, "validation"; `averages`: a MovingAverage or None."""
-        self.parts = parts
-        self.watched = "validation" if "validation" in parts else "test"
-        self.averages = averages
+    def __init__(self, averages: Sequence[Any]) -> None:
+        """`averages`: of the run's weights, of which evaluations use the moving one."""
+        self.averages = next((one for one in averages if isinstance(one, MovingAverage)), None)
         self.newest: dict[str, Evaluation] = {}  # by part
+
+    def on_build(self, run: Run) -> None:
+        data, transforms, world = run.data, run.work.transforms, run.world
+        parts = {"test", run.watched}
+        self.evaluators = {part: make_evaluator(run.model, data, transforms, world, None, part) for part in parts}
 
     def before_steps(self, run: Run) -> None:
         """Make the evaluation that an earlier process left out because it had to stop."""
-        if self._is_due(run) and not run.progress.stop_requested:
-            is_done = run.ranks.broadcast(run.step in run.reporter.evaluated[self.watched])
+        if self._is_due(run):
+            is_done = run.ranks.broadcast(run.step in run.reporter.evaluated[run.watched])
             if not is_done:
-                self.run_now(run, self.watched)
+                self.run_now(run, run.watched)
 
     def on_step(self, run: Run) -> None:
-        """Evaluate where it is due. `on_end` evaluates after the last step."""
         if run.evaluation_is_due:  # by these ranks or by others
             run.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
-        if self._is_due(run) and not run.progress.stop_requested:
-            self.run_now(run, self.watched)
+        if self._is_due(run):
+            self.run_now(run, run.watched)
 
     def on_rollback(self, run: Run) -> None:
-        """Forget evaluations, which may be of later steps."""
-        self.newest.clear()
+        self.newest.clear()  # they may be of later steps
 
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
-        if self.watched != "test" and run.is_evaluated_here and not self._is_newest(run, self.watched):
-            self.run_now(run, self.watched)
+        if run.watched != "test" and run.is_evaluated_here and not self._is_newest(run, run.watched):
+            self.run_now(run, run.watched)
         self.final(run)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the last evaluation, which is also the run's newest."""
         run.evaluation = found = self.final(run)
         summary |= {
             "test_accuracy": found.accuracy,
@@ -122,7 +116,7 @@ class Evaluator(Callback):
         }
 
     def _is_due(self, run: Run) -> bool:
-        return run.is_evaluated_here and run.evaluation_is_due
+        return run.is_evaluated_here and run.evaluation_is_due and not run.progress.stop_requested
 
     def _is_newest(self, run: Run, part: str) -> bool:
         return part in self.newest and self.newest[part].step == run.step
@@ -135,17 +129,13 @@ class Evaluator(Callback):
         return self.run_now(run, "test", many)
 
     def run_now(self, run: Run, part: str, six_views: bool = False) -> Evaluation:
-        """Evaluate on a part of the data set. A collective.
-
-        Raises:
-            Diverged: where the loss is not finite.
-        """
+        """Evaluate on a part of the data set. A collective. Diverged where the loss is not finite."""
         run.progress.check_losses()  # before the clock pauses: the wait for the device belongs to the steps
         with run.aside("evaluation"):
             run.state.average(run.step)
             if self.averages:
                 self.averages.swap()
-            found = replace(self.parts[part](six_views), step=run.step)
+            found = replace(self.evaluators[part](six_views), step=run.step)
             if self.averages:
                 self.averages.swap()
             if not math.isfinite(found.loss):
@@ -164,41 +154,28 @@ class Checkpointer(Callback):
         self.began = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Start the clock of the run."""
         self.seconds_before = float(run.state.seconds.numpy())
         self.began = time.perf_counter()
-
-    def before_steps(self, run: Run) -> None:
-        """Save where the run stops before its first step."""
-        if run.progress.stop_requested:
-            self.save(run)
 
     def on_step(self, run: Run) -> None:
         """Save where it is due, where the run stops, and where rank 0 asks: by its clock, or for another file."""
         if run.step == run.total_steps:  # is saved after its evaluation
             return
         if run.is_due(run.settings.checkpoint_every):
-            self.save(run)
-        elif run.progress.stop_requested or run.progress.flags.sums["save"] > 0:
+            run.save()
+        elif run.progress.stop_requested or run.progress.flags["save"] > 0:
             # Averages round. The variables go on as they were, or results would depend on the clock.
             with run.state.kept_own():
-                self.save(run)
+                run.save()
 
     def on_end(self, run: Run) -> None:
-        """Save the last step."""
-        self.save(run)
-
-    def on_save_request(self, run: Run) -> None:
-        """Save where another callback asks for it."""
-        self.save(run)
+        run.save()
 
     def before_save(self, run: Run) -> None:
-        """Store step and seconds."""
         run.state.step.assign(run.step)
         run.state.seconds.assign(self.seconds)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the time of training."""
         summary["training_seconds"] = round(self.seconds, 3)
 
     @property
@@ -206,38 +183,13 @@ class Checkpointer(Callback):
         """Seconds of training, including those before a resume, without set-up."""
         return self.seconds_before + time.perf_counter() - self.began
 
-    def save(self, run: Run) -> None:
-        """Write a checkpoint of this step, unless there is one. A collective."""
-        progress = run.progress
-        progress.check_losses()
-        with run.aside("checkpoints"):
-            run.state.average(run.step)
-            run.tell("before_checkpoint")
-            if progress.saved_step != run.step:
-                run.tell("before_save")
-                path = run.ranks.on_root(lambda: self._save(run))
-                progress.saved()
-                run.say(f"step {run.step}: saved {path}")
-                run.tell("on_checkpoint", path)
-
-    def _save(self, run: Run) -> Path:
-        """Rank 0's part. UserError where the checkpoint, or another file of the run, cannot be written."""
-        assert run.checkpoints is not None, "this is rank 0"
-        path = run.checkpoints.save()
-        try:
-            run.reporter.catch_up()
-        except UserError as failure:
-            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
-        return path
-
 
 class Summariser(Callback):
     """Compares the digests of all ranks, and writes summary.json."""
 
     def on_end(self, run: Run) -> None:
-        """Compare digests, and write the summary."""
         drawn = set(map(id, random_states(run.model)))
-        digests = run.ranks.digests([v for v in run.model.variables if id(v) not in drawn])
+        digests = run.ranks.gather(digest([v for v in run.model.variables if id(v) not in drawn]))
         summary = {
             "dataset": run.dataset,
             "model": run.settings.model,
@@ -256,6 +208,8 @@ class Summariser(Callback):
             "versions": versions(),
         }
         run.tell("on_summary", summary)
+        end = {"mark": "end", "time": time.time(), "step": run.step}
+        summary["goodput"] = sessions.shares([*run.reporter.marks, end])
         run.summary = run.ranks.broadcast(summary)
         run.ranks.on_root(lambda: run.reporter.summary(summary))
         seconds = run.summary["training_seconds"]
@@ -263,14 +217,4 @@ class Summariser(Callback):
             f"{run.dataset}, {run.settings.model}: test accuracy {run.summary['test_accuracy']:.2%} after {run.step} "
             f"steps ({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
         )
-
-
-def evaluator_of(run: Run, averages: Sequence[Any]) -> Evaluator:
-    """The evaluator of a run; `averages`: of its weights, of which evaluations use the moving one."""
-    work = run.work
-    parts = {
-        part: make_evaluator(run.model, work.dataset, work.transforms, run.world, None, part)
-        for part in ("test", "validation")
-        if getattr(work.dataset, part)
-    }
-    return Evaluator(parts, next((one for one in averages if isinstance(one, MovingAverage)), None))
+        run.say(sessions.in_words(run.summary["goodput"]))

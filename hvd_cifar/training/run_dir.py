@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from hvd_cifar.training import checkpoint
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
 SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that does not answer (NFS by default for 90 s)
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
+# Facts that the state of a checkpoint depends on: its step counts the batches that they define.
+OF_A_STATE = ("model", "precision", "dataset", "examples_sha256", "seed", "global_batch_size")
 
 
 def continue_run(settings: TrainSettings) -> TrainSettings:
@@ -36,37 +37,32 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     return settings.model_copy(update=missing)
 
 
-def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None]:
+def claim(settings: TrainSettings, facts: dict[str, Any]) -> tuple[Path, Path | None]:
     """Choose, make and lock the run directory, and find the checkpoint to resume from; for rank 0.
 
-    The lock stays until `release`, also after an error.
-
-    Args:
-        recorded: what must be the same; see `record.compared`.
-
-    Raises:
-        UserError: where the folder is in use, not writable, or of another run.
+    The lock stays until `release`, also after an error. UserError where the folder is in use, not writable, or of
+    another run. `facts`: what must be the same; see `record.compared`.
     """
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     try:
         # Not by os.path.exists: a folder that cannot be read for a moment is not new, and must not be removed below.
         is_new = not run_dir.exists()
         foreign = [name for name in OF_A_RUN if (run_dir / name).exists()]
+        foreign += [path.name for path in checkpoint.listed(run_dir / "checkpoints")]
         if foreign and not (run_dir / "config.json").exists():
             raise UserError(
                 f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder"
             )
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = _locked(run_dir / ".lock")
+        _held.append(_locked(run_dir / ".lock"))
     except Timeout:
         raise UserError(
             f"--run-dir {run_dir}: another run is writing there; wait for it, or give another one"
         ) from None
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
-    _held.append(lock)
     try:
-        return run_dir, _checkpoint_to_resume(settings, run_dir, recorded)
+        return run_dir, _checkpoint_to_resume(settings, run_dir, facts)
     except UserError:
         if is_new:  # a run that cannot begin leaves no folder
             release()
@@ -75,10 +71,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
 
 
 def _locked(path: Path) -> FileLock:
-    """The file's lock, taken. After a restart by the launcher this waits for the lock of a lost rank 0.
-
-    Raises Timeout where another process keeps it.
-    """
+    """The file's lock, taken; Timeout where another process keeps it. A restart waits for the lock of a lost rank 0."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=SECONDS_FOR_READERS)
@@ -90,30 +83,23 @@ def _locked(path: Path) -> FileLock:
     return lock
 
 
-def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
+def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, facts: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
+    another = f"--run-dir {run_dir} already has a run; give another one"
     if settings.resume == "never":
         if checkpoint.listed_for_user(run_dir):
-            raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
+            raise UserError(f"{another}, or --resume auto to go on")
         return None
-    own = checkpoint.find(run_dir)
-    if settings.resume == "auto" or _began_from(run_dir, settings.resume, own):
-        _refuse_differences(run_dir, recorded)  # even without a checkpoint: a killed run may have none
+    own, path = checkpoint.find(run_dir), run_dir / "config.json"
+    if settings.resume == "auto" or (own and recorded(path).get("resume") == settings.resume):
+        if path.exists():  # even without a checkpoint: a killed run may have none
+            _refuse_differences(path, facts)
         return own
-    given = _given(settings.resume)
-    if own is None:
-        # The learning rate may differ. These may not, since the checkpoint's step counts the batches that they define.
-        names = ("model", "precision", "dataset", "examples_sha256", "seed", "global_batch_size")
-        _refuse_differences(given.parent.parent, {name: recorded[name] for name in names})
-        return given
-    if given.parent != own.parent:
-        raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {given}")
-    if given != own:
-        raise UserError(
-            f"--resume {given}: this run has gone on to {own.name}; give another --run-dir to go back, or --resume auto"
-        )
-    _refuse_differences(run_dir, recorded)
-    return own
+    record = _given(settings.resume)[0].parent.parent / "config.json"
+    if own is not None:
+        raise UserError(f"{another} to start from {settings.resume}, or --resume auto to go on")
+    _refuse_differences(record, {name: facts[name] for name in OF_A_STATE})  # others may change
+    return checkpoint.find(Path(settings.resume))
 
 
 _held: list[FileLock] = []  # of run directories that this process has claimed
@@ -134,12 +120,6 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def touch_summary(run_dir: Path) -> None:
-    """Show the launcher that the summary holds for this start too (`launch.job.Starter.proof`)."""
-    with suppress(OSError):
-        os.utime(run_dir / "summary.json")
-
-
 def origin(settings: TrainSettings) -> Path | None:
     """The config.json of the run to resume: the run directory's own, or that of the checkpoint to start from."""
     own = settings.run_dir / "config.json" if settings.run_dir else None
@@ -147,23 +127,11 @@ def origin(settings: TrainSettings) -> Path | None:
         return None
     if settings.resume == "auto" or (own is not None and os.path.exists(own)):
         return own
-    return _listed(settings.resume)[0].parent.parent / "config.json"
+    return _given(settings.resume)[0].parent.parent / "config.json"
 
 
-def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
-    """Whether the run in a folder started from the checkpoint `place` of another run, and has one of its `own`."""
-    path = run_dir / "config.json"
-    return own is not None and path.exists() and recorded(path).get("resume") == place
-
-
-def _given(place: str) -> Path:
-    _listed(place)
-    path = checkpoint.find(Path(place))
-    assert path is not None, "some are listed"
-    return path
-
-
-def _listed(place: str) -> list[Path]:
+def _given(place: str) -> list[Path]:
+    """The checkpoints of --resume PATH, the newest first; not checked."""
     found = checkpoint.listed_for_user(Path(place))
     if not found:
         raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
@@ -171,50 +139,39 @@ def _listed(place: str) -> list[Path]:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """The content of a run directory's config.json: its settings, and the facts of its "run" section at the same level.
-
-    Raises:
-        UserError: where the file is damaged.
-    """
+    """The settings and facts of a run directory's config.json, at one level. UserError where the file is damaged."""
     try:
         content = read_json(path)
         return {**content, **content["run"], "run": content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise UserError(f"{path} is damaged ({reason_of(failure)}): bring it back, or give another run") from None
+        raise _damaged(path, reason_of(failure)) from None
 
 
 def settings_of_run(path: Path, names: Iterable[str] = TrainSettings.model_fields, **changes: Any) -> TrainSettings:
-    """The settings of these names in a run directory's config.json, with changes by name.
-
-    Raises:
-        UserError: where the file is damaged.
-    """
+    """Settings of a run directory's config.json, with changes by name. UserError where the file is damaged."""
     content = recorded(path)
     values = {name: content[name] for name in names if name in content}
     try:
         return config.make(TrainSettings, {**values, **changes})
     except UserError as failure:
-        raise UserError(f"{path} is damaged ({failure}): bring it back, or give another run") from None
+        raise _damaged(path, failure) from None
 
 
-def _differences_of(path: Path, now: dict[str, Any]) -> list[str]:
-    """What differs between a run directory's config.json and `now`, in words.
+def _damaged(path: Path, why: object) -> UserError:
+    return UserError(f"{path} is damaged ({why}): bring it back, or give another run")
 
-    Raises:
-        UserError: where the file is damaged.
-    """
+
+def _refuse_differences(path: Path, now: dict[str, Any]) -> None:
+    """UserError where the run with the config.json at `path` has other settings or facts than `now`."""
     defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
     then = {**defaults, **recorded(path)}  # the record of an older run lacks newer settings; it had their defaults
-    changed = [name for name in now if name in then and then[name] != now[name]]
-    return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]
-
-
-def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
-    """UserError where the run has other settings than `now`. Without config.json nothing is compared."""
-    path = run_dir / "config.json"
-    changed = _differences_of(path, now) if path.exists() else []
+    changed = [
+        f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}"
+        for name in now
+        if name in then and then[name] != now[name]
+    ]
     if changed:
         raise UserError(
-            f"the run in {run_dir} has other settings ({'; '.join(changed)}): give the same ones, or none but "
+            f"the run in {path.parent} has other settings ({'; '.join(changed)}): give the same ones, or none but "
             f"--config {path}, or another --run-dir"
         )

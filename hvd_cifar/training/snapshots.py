@@ -21,7 +21,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -32,15 +31,6 @@ from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.state import TrainState
 
 RESULT = "result.json"
-NONE = -1  # no step
-
-
-class Life(NamedTuple):
-    """What a validation job shows of itself: when, by the disk's clock, the step that it evaluates, its process."""
-
-    time: int
-    step: int
-    process: str
 
 
 def step_of(path: Path) -> int:
@@ -53,18 +43,14 @@ def open_snapshots(run: Run) -> Snapshots | None:
     if run.world.is_root:
         state = TrainState(run.model)
         if averages := run.state.part("averages"):
-            state.add_core("averages", averages)
+            state.add("averages", averages, core=True)
         with run.files_may_fail("weights cannot be kept for evaluations"):
             return Snapshots(run.run_dir, state, int(run.state.step.numpy()))
     return None
 
 
 class Snapshots:
-    """The training job's side. Only rank 0 has one.
-
-    Raises:
-        OSError: where a file cannot be written.
-    """
+    """The training job's side; only rank 0 has one. Raises OSError where a file cannot be written."""
 
     def __init__(self, run_dir: Path, state: TrainState, step: int) -> None:
         """`state`: what evaluation needs; `step`: where the run begins or resumes."""
@@ -84,8 +70,8 @@ class Snapshots:
     def offer(self, step: int) -> list[int]:
         """Write the current state as a snapshot, and return the steps whose snapshots it replaces."""
         self._write(self.folder, step)
-        taken = (step, self.sign_of_life().step)
-        return [older for older in self.pending() if older not in taken and self._remove(older)]
+        taken = (step, self.sign_of_life()[1])
+        return [older for older in self.pending() if older not in taken and self.discard(older)]
 
     def results(self) -> list[Evaluation]:
         """The finished evaluations, in the order of steps."""
@@ -112,9 +98,9 @@ class Snapshots:
             if path != best:
                 checkpoint.remove(path)
 
-    def discard(self, step: int) -> None:
-        """Remove the snapshot of an evaluated step."""
-        self._remove(step)
+    def discard(self, step: int) -> bool:
+        """Remove a step's snapshot; False where there is none."""
+        return checkpoint.remove(self.folder / f"step-{step}")
 
     def close(self) -> None:
         """Remove all snapshots except the best one."""
@@ -129,17 +115,14 @@ class Snapshots:
         self._lock.release()
         return False
 
-    def sign_of_life(self) -> Life:
-        """The validation job's newest one."""
+    def sign_of_life(self) -> tuple[int, int, str]:
+        """The validation job's newest one: when, by the disk's clock, the step that it evaluates, its process."""
         path = self.folder / "alive"
         try:
             step, _, process = path.read_text().partition(" ")
-            return Life(path.stat().st_mtime_ns, int(step), process)
+            return path.stat().st_mtime_ns, int(step), process
         except (OSError, ValueError):  # it has not begun
-            return Life(0, NONE, "their first process")
-
-    def _remove(self, step: int) -> bool:
-        return checkpoint.remove(self.folder / f"step-{step}")
+            return 0, -1, "their first process"
 
     def _write(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,12 +142,9 @@ def follow(run_dir: Path) -> FileLock | None:
 
 def take(run_dir: Path) -> Path | None:
     """The newest snapshot without a result, which this job is going to evaluate; None: there is none."""
-    folder = run_dir / "snapshots"
-    found = next(_unfinished(folder), None)
-    alive, text = (
-        folder / "alive",
-        f"{step_of(found) if found else NONE} process {os.getpid()} on {socket.gethostname()}",
-    )
+    alive = run_dir / "snapshots" / "alive"
+    found = next(_unfinished(alive.parent), None)
+    text = f"{step_of(found) if found else -1} process {os.getpid()} on {socket.gethostname()}"
     with contextlib.suppress(OSError):  # training has not offered a snapshot, or removes them at its end
         if alive.exists() and alive.read_text() == text:
             os.utime(alive)

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
-import numpy as np
 
 from hvd_cifar.data import sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
 
-# shared: the same on all ranks. own: differs between ranks, which average it before it is saved or evaluated.
-# root: of each rank, such as a clock; rank 0's value is saved, and never compared.
 Kind = Literal["shared", "own", "root"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Variables that a name stands for, in a fixed order."""
 
     variables: Sequence[Any]
     kind: Kind
     is_core: bool
-    initial: Sequence[Any] = ()  # values of variables that callbacks add
+    initial: Sequence[Any]  # values of variables that callbacks add
 
 
 class TrainState:
@@ -39,27 +34,24 @@ class TrainState:
         optimizer: None in a state for evaluation.
         step: finished global steps, when the state was last saved or copied.
         seconds: of training until then.
-        origin: int64 [3], the other numbers that the position in the data depends on: seed, global batch, examples.
         rollbacks: how often the run has gone back to a checkpoint.
     """
 
-    def __init__(self, model: keras.Model, optimizer: Any = None, origin: tuple[int, int, int] = (0, 0, 0)) -> None:
+    def __init__(self, model: keras.Model, optimizer: Any = None) -> None:
         self.model, self.optimizer = model, optimizer
         self._parts: dict[str, Part] = {}
         self._own: list[Any] = []
         self._averaged_step = -1
         drawn, trains = random_states(model), optimizer is not None
         left_out = set(map(id, drawn))
-        self._add("model", [v for v in model.variables if id(v) not in left_out])
-        self._add("random", drawn, "root", core=trains)
-        self._add("optimizer", optimizer.variables if trains else [])
+        self.add("model", [v for v in model.variables if id(v) not in left_out], core=True)
+        self.add("random", drawn, "root", core=trains)
+        self.add("optimizer", optimizer.variables if trains else [], core=True)
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
-        self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
-        self._add("origin", [self.origin], core=trains)
         self.rollbacks = self.number("rollbacks", 0, core=trains)
 
-    def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared") -> None:
+    def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = False) -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.
 
         Args:
@@ -67,31 +59,25 @@ class TrainState:
             variables: Keras's, the same on every rank in number, type and shape.
             kind: "shared": the same on all ranks. "own": differs between ranks, which average it before it is saved or
                 evaluated. "root": each rank has its own, such as a clock; rank 0's is saved, and it is never compared.
+            core: whether a checkpoint that lacks them cannot be read.
 
         Raises:
             ValueError: where the name is taken.
         """
-        self._add(name, variables, kind, core=False)
+        if name in self._parts:
+            raise ValueError(f"the state has a part {name} already: give the variables another name")
+        self._parts[name] = Part(variables, kind, core, () if core else [v.numpy() for v in variables])
 
     def number(self, name: str, value: float, kind: Kind = "shared", core: bool = False) -> keras.Variable:
         """A new part of one number: int64 for an int, float64 for a float."""
         dtype = "int64" if isinstance(value, int) else "float64"
         variable = keras.Variable(value, dtype=dtype, trainable=False, name=name)
-        self._add(name, [variable], kind, core)
+        self.add(name, [variable], kind, core)
         return variable
-
-    def add_core(self, name: str, variables: Sequence[Any]) -> None:
-        """As `add`, for variables without which a checkpoint cannot be read, such as averages of the weights."""
-        self._add(name, variables)
 
     def part(self, name: str) -> Sequence[Any]:
         """The variables of a part; empty where there is none."""
         return self._parts[name].variables if name in self._parts else ()
-
-    def _add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = True) -> None:
-        if name in self._parts:
-            raise ValueError(f"the state has a part {name} already: give the variables another name")
-        self._parts[name] = Part(variables, kind, core, () if core else [v.numpy() for v in variables])
 
     def keep_own(self, variables: Sequence[Any]) -> None:
         """Declare variables of the model that differ between ranks, such as local moving statistics."""
@@ -107,15 +93,14 @@ class TrainState:
         """The variables that differ between ranks."""
         return [*self._own, *(v for part in self._parts.values() if part.kind == "own" for v in part.variables)]
 
+    def of_step(self) -> list[Any]:
+        """The variables that a training step may change, without the states of random generators."""
+        return [v for part in self._parts.values() if part.kind != "root" for v in part.variables]
+
     def replicated(self, with_own: bool) -> list[Any]:
         """The variables that must be equal on all ranks; `with_own`: after `average`, those of `own` also."""
         left_out = set() if with_own else set(map(id, self.own))
-        parts = [part.variables for part in self._parts.values() if part.kind != "root"]
-        return [v for variables in parts for v in variables if id(v) not in left_out]
-
-    def of_step(self) -> list[Any]:
-        """The variables that a training step may change, without the states of random generators."""
-        return [v for name, part in self._parts.items() if part.kind != "root" for v in part.variables]
+        return [v for v in self.of_step() if id(v) not in left_out]
 
     def broadcast(self, root: int = 0) -> None:
         """Give all ranks the values of one rank, bit for bit. A collective; `draw_apart` follows."""

@@ -30,27 +30,17 @@ _graph = partial(tf.function, autograph=False)
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Settings of a step.
+    """Settings of a step."""
 
-    Attributes:
-        image_shape: height, width and channels of the step's input images.
-        weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
-        label_smoothing: of `cross_entropy`.
-        micro_batches: number that each rank computes in a step, one after the other.
-        virtual_shards: number of micro-batches of all ranks in a step. Each starts from the same moving statistics of
-            batch norm, and the step averages their results. None: a rank's micro-batches update its moving statistics
-            in turn.
-        side: height in pixels that the step first resizes images to; None: no resizing.
-        flags: how many numbers ranks send with the loss (`progress.ControlFlags`).
-    """
-
-    image_shape: tuple[int, int, int]
-    weight_decay: float = 0.0
-    label_smoothing: float = 0.0
-    micro_batches: int = 1
+    image_shape: tuple[int, int, int]  # height, width and channels of the step's input images
+    weight_decay: float = 0.0  # factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient
+    label_smoothing: float = 0.0  # of `cross_entropy`
+    micro_batches: int = 1  # that each rank computes in a step, one after the other
+    # Micro-batches of all ranks in a step. Each starts from the same moving statistics of batch norm, and the step
+    # averages their results. None: a rank's micro-batches update its moving statistics in turn.
     virtual_shards: int | None = None
-    side: int | None = None
-    flags: int = 0
+    side: int | None = None  # height in pixels that the step first resizes images to; None: no resizing
+    flags: int = 0  # how many numbers ranks send with the loss (`Progress.own_flags`)
 
     @property
     def is_one_graph(self) -> bool:
@@ -62,18 +52,12 @@ class StepSpec:
 
 
 class Share(NamedTuple):
-    """What a micro-batch adds to the global batch's results.
+    """What a micro-batch adds to the global batch's results."""
 
-    loss: a scalar.
-    penalty: the part of the loss beside the cross-entropy: weight decay, and losses that layers add.
-    gradients: one for each trainable variable.
-    statistics: under virtual shards the moving statistics after the micro-batch; else empty.
-    """
-
-    loss: Any
-    penalty: Any
-    gradients: list[Any]
-    statistics: list[Any]
+    loss: Any  # a scalar
+    penalty: Any  # the part of the loss beside the cross-entropy: weight decay, and losses that layers add
+    gradients: list[Any]  # one for each trainable variable
+    statistics: list[Any]  # under virtual shards the moving statistics after the micro-batch; else empty
 
 
 class Averaging(StepObserver):
@@ -108,15 +92,6 @@ def real_of(model: keras.Model) -> Any:
     return tf.float64 if model.compute_dtype == "float64" else tf.float32
 
 
-def micro_batch_signature(spec: StepSpec) -> list[Any]:
-    """The types of a micro-batch's image, label and weight, and of the global count.
-
-    One graph serves all batch sizes: tracing one for each would take seconds at the last step of an epoch.
-    """
-    examples = [tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)]
-    return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]
-
-
 def values_of(variables: Sequence[Any]) -> list[Any]:
     """Copies of variables' current values, which later assignments do not change. Works in a graph."""
     return [tf.identity(v.value) for v in variables]
@@ -138,11 +113,9 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
 def make_share(
     net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
 ) -> Callable[..., Share]:
-    """The computation of a micro-batch's `Share`, for use in a graph.
+    """A function (image, label, weight, global_count, start) -> Share of a micro-batch, for use in a graph.
 
-    Returns:
-        A function (image, label, weight, global_count, start) -> Share; `start` holds the local moving statistics
-        before the micro-batch.
+    `start` holds the local moving statistics before the micro-batch.
     """
     model, variables = net.model, net.model.trainable_variables
     real, statistics = real_of(model), local_statistics(model)
@@ -189,20 +162,17 @@ def make_share(
 
 def _dense(found: Sequence[Any], variables: Sequence[Any], observers: Sequence[StepObserver]) -> list[Any]:
     """Gradients as tensors; 0 where the loss does not depend on a variable, of which observers are told."""
-    if unconnected := [v for v, gradient in zip(variables, found, strict=True) if gradient is None]:
+    pairs = list(zip(variables, found, strict=True))
+    if unconnected := [v for v, gradient in pairs if gradient is None]:
         for observer in observers:
             observer.on_unconnected(unconnected)
-    return [
-        tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient)
-        for v, gradient in zip(variables, found, strict=True)
-    ]
+    return [tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient) for v, gradient in pairs]
 
 
 def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver]) -> Callable[..., Any]:
     """The end of a step, for use in a graph: sum the ranks' shares, and apply the sums.
 
-    Returns:
-        A function (share, learning_rate, flags) -> float [2 + spec.flags], as that of `make_train_step`.
+    A function (share, learning_rate, flags) -> float [2 + spec.flags], as that of `make_train_step`.
     """
     variables, statistics = net.model.trainable_variables, local_statistics(net.model)
 
@@ -235,23 +205,21 @@ def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[St
 def make_train_step(
     net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
 ) -> Callable[..., Any]:
-    """Build the step.
+    """The step: a function (micro_batches, global_count, learning_rate, flags) -> float [2 + spec.flags].
+
+    Its result is the same on every rank: the loss of the global batch (mean cross-entropy plus penalties; NaN if a
+    variable is not finite), the penalties alone, and the sums over all ranks of `flags`, float32. They are reduced in
+    the same message as the gradients. It may still be on the device.
 
     Args:
-        net: its model is trained.
         optimizer: distributed with op "sum", since each rank's gradient is its share of the global one.
-        spec: what the step computes.
         observers: what watches or wraps the step, in their order.
-
-    Returns:
-        A function (micro_batches, global_count, learning_rate, flags) -> float [2 + spec.flags], the same on every
-        rank: the loss of the global batch (mean cross-entropy plus penalties; NaN if a variable is not finite), the
-        penalties alone, and the sums over all ranks of `flags`, float32. They are reduced in the same message as the
-        gradients. It may still be on the device.
     """
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of, update = make_share(net, optimizer, spec, observers), make_update(net, optimizer, spec, observers)
-    *batch_types, count_type = micro_batch_signature(spec)
+    # One graph serves all batch sizes: tracing one for each would take seconds at the last step of an epoch.
+    images, labels = tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)
+    batch_types, count_type = [images, labels, tf.TensorSpec([None], tf.float32)], tf.TensorSpec([], tf.int32)
 
     def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         return share_of(*batch, count, start)

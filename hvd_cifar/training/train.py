@@ -19,7 +19,7 @@ from hvd_cifar import extensions
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_statistics
-from hvd_cifar.errors import RESUME, Diverged, Preempted
+from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import terminal
@@ -28,28 +28,24 @@ from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import net_checks, run_dir, user_code
-from hvd_cifar.training.callbacks import Run, check_interface
-from hvd_cifar.training.checkpoint import Checkpoints
+from hvd_cifar.training.callbacks import Callback, Run
+from hvd_cifar.training.checkpoint import Checkpoints, restore
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
 from hvd_cifar.training.ranks import Ranks
-from hvd_cifar.training.record import Record, why_failed
-from hvd_cifar.training.routines import Checkpointer, Logger, Summariser, evaluator_of
+from hvd_cifar.training.record import Record, compared, describe, why_failed
+from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.step import Averaging, make_train_step
 from hvd_cifar.training.work import UserObjects, Work, make_averages, make_net, make_optimizer, prepare, step_spec
 
 
 def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str, Any]:
-    """Train as the settings say, on all ranks of this job; rank 0 prints and writes.
+    """Train as the settings say, on all ranks of this job; return what summary.json holds, the same on every rank.
 
-    Returns:
-        The summary of the run, as in summary.json; the same on every rank.
-
-    Raises:
-        UserError: where a setting does not fit the machine, the data or the run directory.
-        TrainingError: where the loss is not finite, gradients are not averaged, or ranks are out of sync.
+    UserError where a setting does not fit the machine, the data or the run directory. TrainingError where the loss is
+    not finite, gradients are not averaged, or ranks are out of sync.
     """
     watch = Watch(settings.stall_seconds)
     try:
@@ -79,7 +75,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
     # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
-    run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch=watch)))
+    run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch)))
     record = Record(run, given)
     _add_callbacks(run, averages, given)
 
@@ -87,32 +83,35 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
-    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(run.settings, record.compared))
+    run.run_dir, newest = collectives.on_root(
+        lambda: run_dir.claim(run.settings, compared(run.settings, record.must_match))
+    )
     own_folder = run.run_dir if world.is_root else None
     if own_folder:
         run.checkpoints = Checkpoints(own_folder / "checkpoints", run.state)
-    run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, run.settings.quiet))
+    run.reporter = Reporter(own_folder, terminal.is_watched(), run.dataset, run.settings.quiet)
     source = _restore(run, newest)
-    changed = record.write(run, newest)
+    record.write(run, newest)
 
     # Lines about the run, and its steps.
-    run.introduce(record.lines(run))
-    resumed = f"resumed from {source} at step {run.step}" if source else ""
-    for line in filter(None, (f"start-up proof: {proof}", f"run directory {run.run_dir}", *changed, resumed)):
-        run.say(line)
+    run.introduce(describe(run))
+    run.say(f"start-up proof: {proof}")
+    run.say(f"run directory {run.run_dir}")
+    if source:
+        run.say(f"resumed from {source} at step {run.step}")
     run.progress.watch.run_dir = run.run_dir
-    run.progress.watch.waits_in_step = run.progress.times.is_waiting
+    run.progress.watch.waits_in_step = run.progress.waits.is_running
     return Trainer(run)
 
 
 def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> None:
     """Give the run its callbacks, in their order, and its observers of the step. A collective."""
     own = given.callbacks or [user_code.callback(spec) for spec in run.settings.callbacks]
-    check_interface(own)
-    evaluator = evaluator_of(run, averages)
-    core = {"LOG": Logger(), "EVALUATE": evaluator, "SAVE": Checkpointer(), "SUM UP": Summariser()}
+    if wrong := [one for one in own if not isinstance(one, Callback)]:
+        raise UserError(f"--callbacks: {wrong[0]!r} is no Callback; derive its class from hvd_cifar.Callback")
+    core = {"LOG": Logger(), "EVALUATE": Evaluator(averages), "SAVE": Checkpointer(), "SUM UP": Summariser()}
     run.callbacks = [*extensions.in_order(run, core), *own]
-    run.observe(run.progress.times)
+    run.observe(run.progress.waits)
     run.observe(net_checks.MissingGradients(run))
     run.tell("on_build")
     for average in averages:  # last: they follow weights that another observer may still change
@@ -120,27 +119,23 @@ def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> Non
 
 
 def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> tuple[Run, list[Any]]:
-    """The run with a new net and optimizer, and the averages of its weights.
-
-    Raises:
-        UserError: where the net and the settings do not fit.
-    """
+    """The run with a new net and optimizer, and the averages of its weights. UserError where settings do not fit."""
     net, averages = make_net(work), []
     optimizer = make_optimizer(work, net, schedule(0))
-    state = TrainState(net.model, optimizer, (work.settings.seed, work.plan.global_batch_size, work.plan.examples))
+    state = TrainState(net.model, optimizer)
     if not work.settings.virtual_shards:  # with them each step averages the statistics itself
         state.keep_own(local_statistics(net.model))
     for name, average in make_averages(work.recipe, net, work.plan.all_steps).items():
-        state.add_core(name, average.variables)
+        state.add(name, average.variables, core=True)
         averages.append(average)
     return Run(work, net, optimizer, state, world, Ranks(), schedule, progress), averages
 
 
 def _restore(run: Run, newest: Path | None) -> str:
     """Give all ranks the newest state, and return where it came from; "": it is the initial one. A collective."""
-    state, checkpoints = run.state, run.checkpoints
+    state = run.state
     if newest is not None:
-        collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
+        collectives.on_root(lambda: restore(state, newest))
     state.broadcast()
     on_disk = int(state.step.numpy())
     is_own = newest is not None and newest.parent == run.run_dir / "checkpoints"
@@ -158,7 +153,7 @@ class Trainer:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        flags = len(run.progress.flags.own)
+        flags = len(run.progress.own_flags)
         self.steps = {
             side: make_train_step(run.net, run.optimizer, step_spec(run.work, side, flags), run.observers)
             for side in run.work.sizes.sides
@@ -168,25 +163,24 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Make the remaining steps, and return the run's summary. A collective.
 
-        Raises:
-            Preempted: on all ranks, after a checkpoint, where a signal asks one of them to stop.
+        Preempted on all ranks, after a checkpoint, where a signal asks one of them to stop.
         """
         run = self.run
         if run.step == run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(run_dir.read_summary(run.run_dir))
             if done.get("steps") == run.step:
-                collectives.on_root(lambda: run_dir.touch_summary(run.run_dir))
+                collectives.on_root(lambda: run.reporter.summary(done))  # the launcher looks for one of this start
                 run.say(f"nothing left to do after step {run.step}: see {run.run_dir}/summary.json")
                 return done
         with self._open() as requests:
             run.tell("on_start")
+            run.reporter.mark("start", step=run.step)
             has_begun = False
             while True:
                 try:
                     if not has_begun:  # an evaluation that a stop has put off may find that the run diverged
                         run.tell("before_steps")
                         has_begun = True
-                        self._stop_where_asked()
                     self._make_steps(requests)
                     run.tell("on_end")
                     return dict(run.summary)
@@ -196,8 +190,7 @@ class Trainer:
 
     def _make_steps(self, requests: StopRequests) -> None:
         run, progress = self.run, self.run.progress
-        batches = progress.times.each(run.work.batches(run.world, run.step))
-        for micro_batches in progress.watch.each("batch", batches):
+        for micro_batches in progress.watch.each("batch", run.work.batches(run.world, run.step)):
             if progress.ends_early:
                 break
             # Forward, loss, backward, all-reduce and update: step.py. The step's number determines its image size.
@@ -210,6 +203,7 @@ class Trainer:
             rate = run.schedule(run.step) * progress.rate_factor
             progress.add(micro_batches, self.steps[size](micro_batches, count, rate, tf.constant(flags, tf.float32)))
             run.tell("on_step")
+            run.reporter.beat()
             self._stop_where_asked()
 
     def _stop_where_asked(self) -> None:
@@ -232,14 +226,15 @@ class Trainer:
             try:
                 with run.reporter.progress(run.step, run.total_steps, run.plan.steps_per_epoch):
                     yield requests
-            except BaseException as failure:
-                if isinstance(failure, Preempted):
-                    run.reporter.mark("end", step=run.step, how="stopped")
-                else:
-                    run.reporter.mark("end", step=run.step, how="failed", why=why_failed(failure))
+                ending = {"how": "complete"}
+            except Preempted:
+                ending = {"how": "stopped"}
                 raise
-            else:
-                run.reporter.mark("end", step=run.step, how="complete")
+            except BaseException as failure:
+                ending = {"how": "failed", "why": why_failed(failure)}
+                raise
+            finally:
+                run.reporter.mark("end", step=run.step, **ending)
 
     def _open_files(self) -> None:
         """Rank 0's part. UserError where a file cannot be written."""

@@ -109,7 +109,7 @@ def rebuild(
         state, averages = TrainState(net), None
         if recipe.ema_decay:
             averages = MovingAverage(net.trainable_variables, recipe.ema_decay)
-            state.add_core("averages", averages.variables)
+            state.add("averages", averages.variables, core=True)
         return Trained(resolved, recipe, facts, dataset, net, transforms, state, averages)
 
     return ranks.host_by_host(build)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +51,18 @@ class Deadly(hvd_cifar.Callback):
 
 # The slot of a lost rank does not rest: two ranks go on. That fewer go on: `test_elastic`.
 ELASTIC = ["--elastic", "1:2", "--cool-down", "0:0"]
-RESTARTS = ["-np", 2, "--max-restarts", 9]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # some twenty ranks start, one after the other
-@pytest.mark.parametrize(
-    ("launcher", "moments"), [(ELASTIC, MOMENTS), (RESTARTS, MOMENTS[-2:])], ids=["elastic", "restarts"]
-)
-def test_killed_at_each_moment(
-    launcher: list[Any], moments: Sequence[str], alone: Path, embedded: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """One rank at each moment, and what starts them. In an elastic job also one at the start, and both at once."""
+def test_killed_at_each_moment(alone: Path, embedded: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """One rank at each moment, one at the start, both at once, and what starts them."""
     seed = random.randrange(1000)
     print(f"seed {seed}")
     chance = random.Random(seed)
     plan = tmp_path / "plan"
     plan.mkdir()
-    for number, phase in enumerate(moments, 1):
+    for number, phase in enumerate(MOMENTS, 1):
         rank = 0 if phase == COPIES else chance.randrange(2)  # which alone copies, of a host's ranks
         (plan / f"{number * 25 + 35:03} {rank} {chance.uniform(0, 0.002):.4f} {phase}").touch()
     program = tmp_path / "deadly.py"
@@ -77,23 +71,19 @@ def test_killed_at_each_moment(
     for folder, variable in ((shared, "OMPI_MCA_btl_vader_backing_directory"), (sessions, "TMPDIR")):
         folder.mkdir()
         monkeypatch.setenv(variable, str(folder))
-    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{PACE},{program}:Deadly")
+    job = start(ELASTIC, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{PACE},{program}:Deadly")
     try:
         job.wait_until(lambda: len(job.ranks()) == 2)
-        copies = job.copies() if launcher is ELASTIC else None
-        if launcher is ELASTIC:
-            _kill_while_starting(job, chance)
+        copies = job.copies()
+        _kill_while_starting(job, chance)
         job.wait_for_step(5)
         _kill_at_once(job.starters())
         assert job.wait(1200) == 0, job.said()
     finally:
         job.end()
     said = job.said()
-    assert not list(plan.iterdir()) and said.count(" dies: ") == len(moments) and "Traceback" not in said, said
-    assert ("resumed from memory at step" in said) == (launcher is ELASTIC)
-    assert not job.left() and not (copies and copies.exists())
-    # One for each moment, and one for what started the ranks.
-    assert launcher is ELASTIC or f"restart {len(moments) + 1} of 9" in said
+    assert not list(plan.iterdir()) and said.count(" dies: ") == len(MOMENTS) and "Traceback" not in said, said
+    assert "resumed from memory at step" in said and not job.left() and not copies.exists()
     assert not list(shared.iterdir()) and not list(sessions.glob("ompi.*/pid.*"))
     assert runs.losses(job.run_dir) == runs.losses(alone)
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]

@@ -41,14 +41,11 @@ def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
         running.end()
 
 
-@pytest.mark.parametrize("target", ["rank 1", pytest.param("mpirun", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_as_if_it_never_was(
-    target: str, job: Any, alone: Path, embedded: Path, tmp_path: Path
-) -> None:
-    """SIGTERM to one of two ranks, and to mpirun. To the launcher: `test_validation`."""
+def test_a_stopped_run_goes_on_as_if_it_never_was(job: Any, alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """SIGTERM to one of two ranks. To the launcher: `test_validation`."""
     options = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 90]
     running = job(["-np", 2], *options)
-    running.send(signal.SIGTERM, target)
+    running.send(signal.SIGTERM, "rank 1")
     assert running.wait() == RESUME, running.said()
     said = running.said()
     (step,) = re.findall(r"stopped after step (\d+); the checkpoint of step \1 is kept", said)
@@ -67,31 +64,6 @@ def test_a_stopped_run_goes_on_as_if_it_never_was(
 def _ends(run_dir: Path) -> list[str]:
     """How each life of a run ended."""
     return [mark["how"] for mark in sessions.read((run_dir / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
-
-
-@pytest.mark.slow
-def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stopping(
-    embedded: Path, tmp_path: Path
-) -> None:
-    """Nobody reads what is printed any more, and a disk is full: ranks train on, and save when they are asked to."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", "-np", 2, "train", *SMALL, embedded, "--batch-size", 16]
-    words += ["--run-dir", tmp_path / "run", *OFTEN]
-    with Path("/dev/full").open("wb") as full:
-        job = subprocess.Popen(
-            list(map(str, words)), stdout=subprocess.PIPE, stderr=full, env=environment(), cwd=CHECKOUT
-        )
-    running = Running(job, tmp_path / "run", tmp_path / "nothing")
-    running.output.touch()
-    try:
-        running.wait_for_step(1)
-        assert job.stdout
-        job.stdout.close()
-        running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
-        running.send(signal.SIGTERM)
-        assert running.wait() == RESUME
-    finally:
-        running.end()
-    assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"] and not running.left()
 
 
 @pytest.mark.slow
@@ -138,16 +110,3 @@ def test_a_checkpoint_that_does_not_come_in_time(job: Any, tmp_path: Path) -> No
     assert running.wait(60) == RESUME
     assert "no checkpoint within 3 s of SIGUSR1; the run ends; nothing was saved" in running.said()
     assert not checkpoints(tmp_path / "run") and not running.left()
-
-
-@pytest.mark.slow
-def test_stopped_before_the_first_step(embedded: Path, tmp_path: Path) -> None:
-    """Ranks that are still importing TensorFlow have nothing to save; the code is the same."""
-    running = start(["-np", 2], embedded, tmp_path / "run")
-    try:
-        running.wait_until(lambda: len(running.ranks()) == 2)
-        running.send(signal.SIGTERM)
-        assert running.wait() == RESUME, running.said()
-        assert not runs.losses(tmp_path / "run") and not running.left()
-    finally:
-        running.end()

@@ -63,7 +63,7 @@ def _twice_in_one_process(folder: str) -> dict[str, Any]:
             seen.append(["start", run.step, run.world.rank, run.total_steps])
 
         def on_step(self, run: Any) -> None:
-            seen.append(["step", run.step, run.examples])
+            seen.append(["step", run.step, run.progress.examples])
 
         def on_log(self, run: Any) -> None:
             seen.append(["log", run.step, run.loss is not None and run.learning_rate > 0])

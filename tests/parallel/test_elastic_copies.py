@@ -33,9 +33,9 @@ def _restored(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run_of(name: str) -> tuple[Any, Any]:
-        job = SimpleNamespace(name=name)
-        run = SimpleNamespace(world=world, state=state, ranks=Ranks(), tell=lambda event: None)
-        return elastic_copies.ElasticCopies(job), run  # type: ignore[arg-type]
+        here = dataclasses.replace(world, elastic=SimpleNamespace(name=name))  # type: ignore[arg-type]
+        run = SimpleNamespace(world=here, state=state, ranks=Ranks(), tell=lambda event: None)
+        return elastic_copies.ElasticCopies(), run
 
     def write(copies: Any, run: Any, step: int) -> None:
         weight.assign(step + world.rank / 10)

@@ -4,14 +4,10 @@ Every run makes 6 steps of 17 examples over a set of 53, into the second epoch: 
 batch, and the last batch of an epoch has 2 examples, fewer than most runs have ranks.
 
 Tolerances. float64 rounds at 1.1e-16. Ranks add sums in another order, and training multiplies the difference: after 30
-steps losses of the tutorial net differ by 3e-16 and weights by 3e-15, those of resnet20, which is deeper than resnet8
-here, by 3e-14 and 2e-12. A wrong algorithm differs by far more: a mean of means, on 3 ranks, by 3e-4 at the second
-step. So the limit is 1e-12 for losses and 1e-11 for weights. float32 rounds at 6e-8, and that also grows: the limit for
-losses is 1e-5. Learning rates are lower than the recipes', at which training on so small a batch is chaotic: a
-difference of one rounding becomes 1e-4 after 20 steps.
-
-The record was made on one kind of CPU. Images are distorted in float32, which another kind may round otherwise, by 6e-8
-of a pixel: the limit is 1e-6.
+steps losses of the tutorial net differ by 3e-16 and weights by 3e-15, those of resnet20 by 3e-14 and 2e-12. A wrong
+algorithm differs by far more: a mean of means, on 3 ranks, by 3e-4 at the second step. In float32, which rounds at
+6e-8, the limit for losses is 1e-5. Learning rates are lower than the recipes', at which training on so small a batch is
+chaotic. The record was made on one kind of CPU; another may round the distortion of images otherwise, by 6e-8.
 """
 
 from __future__ import annotations
@@ -87,7 +83,7 @@ def _train(data: str, folder: str, name: str, options: dict[str, Any]) -> list[f
     with session() as world:
         place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
         common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
-        common |= {"summary_every": 0, "check_sync_every": 1000}
+        common |= {"check_sync_every": 1000}
         course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
         recipe = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
         given = {**common, **course, **BUCKETS.get(world.size, {}), **options, "set": recipe}

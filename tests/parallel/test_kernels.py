@@ -62,12 +62,8 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
     assert first["virtual"] == second["virtual"]
     assert "--virtual-shards: hosts compute convolutions differently" in first["virtual"]
 
-    # The run's record has both; a run that goes on elsewhere says what changed.
     recorded = json.loads((tmp_path / "plain" / "config.json").read_text())["run"]["convolutions"]
     assert "compiled" in recorded and "TensorFlow's" in recorded
-    first, _ = run_ranks(_train_unlike, 2, str(tmp_path), -1, fresh=True)
-    assert any(line.startswith(f"note: convolution kernels changed from {recorded} to ") for line in first["told"])
-    assert first["virtual"] == "trained"
 
 
 def _fixed_order_with_unlike_graphs(folder: str) -> bool:
@@ -86,7 +82,7 @@ def _fixed_order_with_unlike_graphs(folder: str) -> bool:
     data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
     course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "deterministic": True, "max_steps": 2}
     course |= {"overlap": "on", "bucket_bytes": 2**18}
-    found = hvd_cifar.train(RESNET8, data, run_dir=folder, eval_every=0, summary_every=0, **course)
+    found = hvd_cifar.train(RESNET8, data, run_dir=folder, eval_every=0, **course)
     return bool(found["replicas_identical"])
 
 

@@ -32,10 +32,7 @@ def jobs(folder: Path) -> Jobs:
         return partial(_drift, str(folder / name), options, at_the_end)
 
     functions: dict[int, dict[str, Callable[..., Any]]] = {
-        2: {
-            "late drift": drift("late drift", ["--max-steps", "4"], True),
-            "local statistics": partial(_train_with_local_statistics, str(folder / "local statistics")),
-        },
+        2: {"late drift": drift("late drift", ["--max-steps", "4"], True)},
         3: {
             "differences": _differences,
             **{f"drift {step}": drift(f"drift {step}", options) for options, step in CHECKS},
@@ -150,15 +147,3 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     saved = {int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").iterdir()}
     assert saved == {4 if step == 8 else 6}
     assert not (run_dir / "summary.json").exists()
-
-
-def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
-    from tests.parallel.test_api import _train
-
-    return _train(run_dir, 3, sync_batch_norm=False, check_sync_every=2)
-
-
-def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["local statistics"]
-    assert first == second
-    assert first["steps"] == 3 and first["replicas_identical"] is True

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from tests.options import FEW, RESNET8, SMALL_NET
+from tests.options import FEW, SMALL_NET
 from tests.ranks import command, run_ranks
 from tests.small import EXAMPLES
 
@@ -97,20 +97,6 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     assert files[0].stat().st_mtime_ns > written  # what the launcher takes for this start's success
 
 
-def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(tmp_path: Path) -> None:
-    base = ("--model", RESNET8, "--dataset", FEW, "--precision", "mixed_bfloat16")
-    ranks = _train(tmp_path / "run", *QUICK, "--max-steps", 6, base=base)
-    assert _codes(ranks) == [0, 0], ranks
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
-    # The checkpoint holds the statistics of all ranks: three answer as two did. bfloat16 rounds other batches
-    # otherwise, which may move an example over the edge.
-    answer = _evaluated(tmp_path / "run", tmp_path / "evaluation.json")
-    assert answer["test_examples"] == summary["test_examples"] == EXAMPLES
-    assert answer["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=1.1 / EXAMPLES)
-    assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
-
-
 def _train_without_averaging(run_dir: str) -> dict[str, Any]:
     """`train` as a user calls it, in a program whose optimizer is left as it is."""
     from hvd_cifar.training import work
@@ -153,7 +139,6 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
     said = "\n".join(ranks[0]["said"])
     assert _codes(ranks) == [0, 0], ranks
     assert "optimizer muon, learning rate 0.002, times" in said
-    assert said.count(" of training left") == 1  # at the 20th step: tracing does not count
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
     assert summary["test_accuracy"] > 0.3  # a net that does not learn stays at 10%, one fed wrong labels too

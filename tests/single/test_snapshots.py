@@ -19,8 +19,7 @@ from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.checkpoint import damage, find, restore
-from hvd_cifar.training.confusion import Confusion
-from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.evaluate import Confusion, Evaluation
 from hvd_cifar.training.snapshots import Snapshots
 from hvd_cifar.training.state import TrainState
 
@@ -28,7 +27,7 @@ from hvd_cifar.training.state import TrainState
 def _state() -> TrainState:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="first")])
     state = TrainState(model)
-    state.add_core("averages", MovingAverage(model.trainable_variables, 0.9).variables)
+    state.add("averages", MovingAverage(model.trainable_variables, 0.9).variables, core=True)
     return state
 
 
@@ -107,23 +106,23 @@ def test_a_run_that_goes_on_keeps_what_nobody_has_finished(ours: Snapshots, tmp_
 def test_a_result_that_comes_after_that_of_a_later_step_counts() -> None:
     results: dict[str, Any] = {}
     best = BestWeights(2)
-    run = mock.Mock(step=100, total_steps=200)
+    run = mock.Mock(step=100, total_steps=200, watched="validation")
     run.progress.ends_early = ""
-    best.on_build(run)
     for step in (60, 100, 80):
         best.on_evaluation(run, _found(step, 0.6 if step == 60 else 0.7))
-    assert best.since == 1 and not run.end_after_this_step.called
+    assert not run.end_after_this_step.called  # one evaluation since
+    best.on_evaluation(run, _found(120, 0.6))
+    assert "2 evaluations in a row" in run.end_after_this_step.call_args.args[0]
     best.on_summary(run, results)
     assert results["best_evaluation"]["step"] == 80  # the first of equal ones
 
 
 def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(ours: Snapshots, tmp_path: Path) -> None:
     """It is no error of the run: the weights do not depend on it."""
-    run, remote, best = mock.Mock(run_dir=tmp_path, step=10), RemoteEvaluation(), BestWeights(None)
+    run, remote, best = mock.Mock(run_dir=tmp_path, step=10, watched="test"), RemoteEvaluation(), BestWeights(None)
     run.files_may_fail = partial(Run.files_may_fail, run)
     run.ranks.broadcast, run.reporter.evaluated = (lambda value: value), {"test": set()}
     remote.snapshots = best.snapshots = ours
-    best.watched = "test"
     remote.has_met, end = True, math.inf
     ours.offer(10)
     reader = snapshots.follow(tmp_path)

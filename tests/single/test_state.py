@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_cifar.extensions.elastic_copies import _Values
-from hvd_cifar.training.checkpoint import Checkpoints, values_of, write
+from hvd_cifar.training.checkpoint import Checkpoints, restore, values_of, write
 from hvd_cifar.training.state import Kind, TrainState
 
 Part = tuple[list[tuple[tuple[int, ...], str]], Kind]  # shapes and types of its variables, and its kind
@@ -30,7 +30,7 @@ def _state(parts: Sequence[Part], seed: int) -> TrainState:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
-    state = TrainState(model, optimizer, (1, 2, 3))
+    state = TrainState(model, optimizer)
     for number, (variables, kind) in enumerate(parts):
         made = [
             keras.Variable(np.zeros(shape), dtype=dtype, trainable=False, name=f"v{i}")
@@ -39,8 +39,7 @@ def _state(parts: Sequence[Part], seed: int) -> TrainState:
         state.add(f"part{number}", made, kind)
     draw = np.random.default_rng(seed)
     for variable in state.variables:
-        if variable is not state.origin:
-            variable.assign(np.asarray(draw.integers(0, 2 if variable.dtype == "bool" else 100, variable.shape)))
+        variable.assign(np.asarray(draw.integers(0, 2 if variable.dtype == "bool" else 100, variable.shape)))
     return state
 
 
@@ -53,8 +52,7 @@ def _bits(state: TrainState) -> list[bytes]:
 def test_what_is_registered_survives_save_and_restore(parts: list[Part]) -> None:
     saved, other = _state(parts, 1), _state(parts, 2)
     with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder), 5, values_of(saved))
-        Checkpoints(Path(folder), other).restore(path)
+        restore(other, write(Path(folder), 5, values_of(saved)))
     assert _bits(other) == _bits(saved)
 
 
@@ -64,11 +62,11 @@ def test_a_checkpoint_without_a_part_gives_it_its_initial_values(parts: list[Par
     """A callback that is new in a resumed run; and one that is gone, whose variables are passed over."""
     saved, other = _state(parts, 1), _state([*parts, *more], 2)
     with tempfile.TemporaryDirectory() as folder:
-        Checkpoints(Path(folder), other).restore(write(Path(folder), 5, values_of(saved)))
+        restore(other, write(Path(folder), 5, values_of(saved)))
         assert _bits(other)[: len(saved.variables)] == _bits(saved)
         assert all(not np.asarray(v.numpy(), np.float64).any() for v in other.variables[len(saved.variables) :])
         other.step.assign(6)
-        Checkpoints(Path(folder), saved).restore(write(Path(folder), 6, values_of(other)))
+        restore(saved, write(Path(folder), 6, values_of(other)))
     assert _bits(saved) == _bits(other)[: len(saved.variables)]
 
 
@@ -97,7 +95,6 @@ def test_a_rollback_brings_every_variable_back(parts: list[Part]) -> None:
         checkpoints.save()
         for variable in state.variables:
             variable.assign(np.zeros(variable.shape))
-        state.origin.assign([1, 2, 3])
         assert checkpoints.go_back(None) is not None
     assert _bits(state) == before
 
@@ -121,3 +118,46 @@ def test_each_kind_is_compared_and_averaged_as_it_says() -> None:
     assert len(state.own) == len(statistics) + 1 and has(state.variables, root)
     with pytest.raises(ValueError, match="has a part shared already"):
         state.add("shared", [])
+
+
+def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each average rounds. What all ranks have got from a checkpoint is the same already."""
+    state = TrainState(keras.Sequential([keras.Input((2,))]))
+    own = keras.Variable(1.0, name="own")
+    state.add("own", [own], "own")
+    averaged: list[list[Any]] = []
+
+    def average(variables: list[Any]) -> None:
+        averaged.append(variables)
+        own.assign(own + 10.0)
+
+    monkeypatch.setattr("hvd_cifar.training.state.collectives.average_variables", average)
+    for step, count in ((0, 1), (0, 1), (1, 2), (0, 3)):
+        state.average(step)
+        assert len(averaged) == count and averaged[-1] == [own]
+    with state.kept_own():
+        state.average(5)
+        assert float(own.numpy()) == 41.0
+    assert float(own.numpy()) == 31.0
+    state.average(0)
+    assert len(averaged) == 4
+    state.restored(7)
+    state.average(7)
+    assert len(averaged) == 4
+
+
+def test_a_number_is_of_its_value_s_type_and_a_part_is_found_by_its_name() -> None:
+    state = TrainState(keras.Sequential([keras.Input((2,))]))
+    whole, real = state.number("whole", 3), state.number("real", 0.5, "root", core=True)
+    assert (whole.dtype, int(whole.numpy()), real.dtype, float(real.numpy())) == ("int64", 3, "float64", 0.5)
+    assert state.part("whole") == [whole] and state.part("none") == ()
+    named = state.named()
+    assert named["added/whole/0"] is whole and named["state/real/0"] is real
+    assert any(whole is v for v in state.of_step()) and not any(real is v for v in state.of_step())
+    assert (int(state.step.numpy()), float(state.seconds.numpy()), int(state.rollbacks.numpy())) == (0, 0.0, 0)
+    whole.assign(9)
+    real.assign(9)
+    state.reset_additions()
+    assert (int(whole.numpy()), float(real.numpy())) == (3, 9.0)

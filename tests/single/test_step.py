@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from benchmarks import nets
 from hvd_cifar.data.pipeline import MicroBatch
+from hvd_cifar.models import Net
 from hvd_cifar.training import step as step_module
 from hvd_cifar.training.step import StepSpec, make_train_step
 
@@ -43,7 +44,7 @@ def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("side", [9, pytest.param(16, marks=pytest.mark.slow), 17])
+@pytest.mark.parametrize("side", [9, 17])
 def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
     optimizer = _Recorder()
@@ -64,11 +65,15 @@ def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
 
 
 class _Descent(_Recorder):
-    """The optimizer's share in a NaN's way: what a gradient has, its variable gets."""
+    """What a gradient has, its variable gets."""
+
+    def __init__(self, rate: float = 0.001) -> None:
+        super().__init__()
+        self.rate = rate
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         for gradient, variable in zip(gradients, variables, strict=True):
-            variable.assign_sub(0.001 * gradient)
+            variable.assign_sub(self.rate * gradient)
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
@@ -93,3 +98,74 @@ def test_a_nan_shows_in_the_loss(name: str, precision: str) -> None:
         for variable, value in zip(net.model.variables, start, strict=True):
             variable.assign(np.full_like(value, np.nan) if variable is spoilt else value)
         assert np.isnan(loss()), spoilt.path
+
+
+def _batches(sizes: Sequence[int], images: Any, labels: Any) -> list[MicroBatch]:
+    """Micro-batches of these sizes, each with an image of padding, which has no weight."""
+    found, at = [], 0
+    for size in sizes:
+        rows = [*range(at, at + size), 0]
+        weight = tf.constant([1.0] * size + [0.0])
+        found.append(MicroBatch(tf.constant(images[rows]), tf.constant(labels[rows]), weight, tf.constant(rows)))
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(7,), (4, 3), (2, 0, 5)])
+def test_shares_add_up_to_the_global_batch(sizes: tuple[int, ...]) -> None:
+    """Loss, penalties and gradients, however the batch is divided, as Keras has them; flags and rate are passed on."""
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.3)), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((2, 2, 1)), keras.layers.Flatten(), *layers])
+    draw = np.random.default_rng(1)
+    images, labels = draw.normal(size=(7, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 7).astype(np.int32)
+    decayed = [model.trainable_variables[2]]
+    spec = StepSpec((2, 2, 1), weight_decay=0.1, label_smoothing=0.2, micro_batches=len(sizes), flags=2)
+    entropy = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
+    with tf.GradientTape() as tape:
+        penalty = tf.add_n(model.losses) + 0.1 * tf.nn.l2_loss(decayed[0].value)
+        loss = entropy(tf.one_hot(labels, 3), model(images)) + penalty
+    expected = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    before, optimizer = [v.numpy() for v in model.trainable_variables], _Descent(1.0)
+    step = make_train_step(Net(model, decayed), optimizer, spec)
+    found = step(_batches(sizes, images, labels), tf.constant(7), 0.25, tf.constant([3.0, 4.0]))
+    np.testing.assert_allclose(found, [loss, penalty, 3.0, 4.0], rtol=1e-5)
+    for variable, value, gradient in zip(model.trainable_variables, before, expected, strict=True):
+        np.testing.assert_allclose(value - variable.numpy(), gradient, rtol=1e-3, atol=1e-5)
+    assert float(optimizer.learning_rate.numpy()) == 0.25
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+def test_moving_statistics_follow_micro_batches_in_turn_and_are_the_mean_over_virtual_shards(
+    shards: int | None,
+) -> None:
+    """The second micro-batch has no example, and changes nothing."""
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([keras.Input((1, 1, 2)), norm, keras.layers.Flatten(), keras.layers.Dense(2)])
+    norm.moving_mean.assign([8.0, -8.0])
+    images = np.random.default_rng(2).normal(size=(6, 1, 1, 2)).astype(np.float32)
+    spec = StepSpec((1, 1, 2), micro_batches=3, virtual_shards=shards)
+    batches = _batches((2, 0, 4), images, np.zeros(6, np.int32))
+    batches = [MicroBatch(*(part[:-1] if len(b.weight) > 1 else part for part in b)) for b in batches]  # no padding
+    make_train_step(Net(model, []), _Recorder(), spec)(batches, tf.constant(6), 0.1, tf.zeros(0))
+    first, last = (part.mean((0, 1, 2)) for part in (images[:2], images[2:]))
+    start = np.array([8.0, -8.0])
+    in_turn = ((start + first) / 2 + last) / 2
+    mean = ((start + first) / 2 + start + (start + last) / 2) / 3
+    np.testing.assert_allclose(norm.moving_mean.numpy(), mean if shards else in_turn, rtol=1e-5)
+
+
+def test_images_are_shrunk_to_the_side_of_the_step() -> None:
+    seen: list[Any] = []
+
+    def look(x: Any) -> Any:
+        seen.append(x.shape)
+        return x
+
+    layers = [keras.layers.Lambda(look), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((None, None, 1)), *layers])
+    batches = _batches((3,), np.ones((3, 8, 8, 1), np.float32), np.zeros(3, np.int32))
+    for side in (4, 8):
+        step = make_train_step(Net(model, []), _Recorder(), StepSpec((8, 8, 1), side=side))
+        step(batches, tf.constant(3), 0.1, tf.zeros(0))
+        assert tuple(seen[-1])[1:] == (side, side, 1)
