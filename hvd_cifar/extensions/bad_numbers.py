@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
-
 from hvd_cifar import fields
 from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.training.callbacks import Callback, Run, StepObserver
@@ -22,12 +20,9 @@ MOST_ROLLBACKS = 3
 
 
 class Settings(fields.Settings):
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
-        "stop",
-        description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
-        "update on all ranks; rollback: continue from the newest good checkpoint with a lower learning rate. See "
-        "docs/reliability.md.",
-    )
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's update on all ranks;
+    rollback: continue from the newest good checkpoint with a lower learning rate. See docs/reliability.md."""
 
 
 def make(run: Run) -> Callback:

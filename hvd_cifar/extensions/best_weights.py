@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 class Settings(fields.Settings):
     eval_every: int | None = None  # the core's option, which the check below reads
-    early_stopping: int | None = Field(
-        None,
-        gt=0,
-        description="End the run after this many evaluations in a row without a higher accuracy. [default: never]",
-    )
+    early_stopping: int | None = Field(None, gt=0)
+    """End the run after this many evaluations in a row without a higher accuracy. [default: never]"""
 
     @model_validator(mode="after")
     def _early_stopping_has_evaluations(self) -> Settings:

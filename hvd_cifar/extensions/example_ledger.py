@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from hvd_cifar import fields
 from hvd_cifar.training.callbacks import Callback, Run
 
@@ -11,9 +9,8 @@ FILE = "examples.jsonl"
 
 
 class Settings(fields.Settings):
-    record_examples: bool = Field(
-        False, description="Write to examples.jsonl which examples each rank used in each step."
-    )
+    record_examples: bool = False
+    """Write to examples.jsonl which examples each rank used in each step."""
 
 
 def make(run: Run) -> Callback | None:

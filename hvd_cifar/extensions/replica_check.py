@@ -13,14 +13,10 @@ from hvd_cifar.training.callbacks import Callback, Run
 
 
 class Settings(fields.Settings):
-    check_sync_every: int = Field(
-        500,
-        ge=0,
-        le=MOST_STEPS,
-        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit; the run "
-        "ends where they differ. Ranks also check after the first step, before each checkpoint and at the end; 0: only "
-        "before checkpoints and at the end.",
-    )
+    check_sync_every: int = Field(500, ge=0, le=MOST_STEPS)
+    """Steps between checks that weights and optimizer are the same on all ranks, bit for bit; the run ends where they
+    differ. Ranks also check after the first step, before each checkpoint and at the end; 0: only before checkpoints and
+    at the end."""
 
 
 def make(run: Run) -> Callback:
