@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
+import numpy as np
 
 from hvd_cifar.data import sampler
 from hvd_cifar.distributed import collectives
