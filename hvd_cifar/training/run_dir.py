@@ -85,10 +85,9 @@ def _locked(path: Path) -> FileLock:
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, facts: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
-    another = f"--run-dir {run_dir} already has a run; give another one"
     if settings.resume == "never":
         if checkpoint.listed_for_user(run_dir):
-            raise UserError(f"{another}, or --resume auto to go on")
+            raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
         return None
     own, path = checkpoint.find(run_dir), run_dir / "config.json"
     if settings.resume == "auto" or (own and recorded(path).get("resume") == settings.resume):
@@ -97,7 +96,7 @@ def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, facts: dict[st
         return own
     record = _given(settings.resume)[0].parent.parent / "config.json"
     if own is not None:
-        raise UserError(f"{another} to start from {settings.resume}, or --resume auto to go on")
+        raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {settings.resume}")
     _refuse_differences(record, {name: facts[name] for name in OF_A_STATE})  # others may change
     return checkpoint.find(Path(settings.resume))
 
