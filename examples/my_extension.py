@@ -11,7 +11,7 @@ DECAY = 0.9  # per step
 
 
 class Norm(StepObserver):
-    """Adds the norm of each step's averaged gradient to the mean."""
+    """Adds the norm of each step's gradient, summed over the ranks, to the mean."""
 
     def __init__(self, mean: Any) -> None:
         self.mean = mean

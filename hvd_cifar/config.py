@@ -107,7 +107,7 @@ class StepOptions(DataSettings):
     """Compression of gradients on the wire. fp16: two bytes a value."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """on: send gradients in buckets during the backward pass. off: send them in one message after it. auto: in buckets
-    between hosts, where gradients are ready one after the other, or with --bucket-bytes."""
+    with --bucket-bytes, or between hosts if gradients are ready one after the other."""
     bucket_bytes: fields.Bytes | None = Field(None, gt=0)
     """Bytes of a bucket, such as 128K. [default: 1/16 of the gradients, at least 64K]"""
     precision: fields.Precision | None = None
@@ -193,8 +193,8 @@ class RunOptions(StepOptions):
     """auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that has one;
     PATH: start from that checkpoint, or from the newest one in that folder."""
     changed_code: Literal["refuse", "accept"] = "refuse"
-    """What a resumed run does where files of its net, recipe or data set, or its test set, are not those that it was
-    started with. refuse: end; accept: go on with those of now."""
+    """What a resumed run does if its test set, or a file of its net, recipe or data set, has changed. refuse: end;
+    accept: use the new ones."""
     run_dir: fields.LocalPath | None = None
     """Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or --validation-ranks
     also the launcher's process id]"""

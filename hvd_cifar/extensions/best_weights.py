@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Settings(fields.Settings):
-    eval_every: int | None = None  # the core's option, which the check below reads
+    eval_every: int | None = None  # declared again for the check below; the core's type and default count
     early_stopping: int | None = Field(None, gt=0)
     """End the run after this many evaluations in a row without a higher accuracy. [default: never]"""
 

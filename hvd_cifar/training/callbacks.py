@@ -50,7 +50,7 @@ class StepObserver:
         """This rank's gradients, before the all-reduce."""
 
     def on_reduced(self, gradients: Sequence[Any]) -> None:
-        """The gradients after the all-reduce, as the optimizer applies them, in the order of trainable variables."""
+        """The summed gradients after the all-reduce, before --clip-norm, in the order of trainable variables."""
 
     def on_sums(self, tensors: Sequence[Any]) -> None:
         """What the all-reduce has summed besides the gradients, after the update."""
@@ -304,7 +304,7 @@ class Run:
         self.state.broadcast()
         self.state.draw_apart(self.world.rank)
         self.progress.go_back(int(self.state.step.numpy()))
-        self.state.restored(self.step)
+        self.state.mark_averaged(self.step)
         self.ranks.on_root(lambda: self.reporter.go_back(self.step))
         return path
 

@@ -165,7 +165,7 @@ class Checkpointer(Callback):
             run.save()
         elif run.progress.stop_requested or run.progress.flags["save"] > 0:
             # Averages round. The variables go on as they were, or results would depend on the clock.
-            with run.state.kept_own():
+            with run.state.own_put_back():
                 run.save()
 
     def on_end(self, run: Run) -> None:

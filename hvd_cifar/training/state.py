@@ -46,7 +46,7 @@ class TrainState:
         drawn, trains = random_states(model), optimizer is not None
         left_out = set(map(id, drawn))
         self.add("model", [v for v in model.variables if id(v) not in left_out], core=True)
-        self.add("random", drawn, "root", core=trains)
+        self.add("random", drawn, "root", core=trains)  # an evaluation draws no numbers
         self.add("optimizer", optimizer.variables if trains else [], core=True)
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
@@ -54,6 +54,8 @@ class TrainState:
 
     def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = False) -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.
+
+        A skipped step and a rollback take back what has changed in them.
 
         Args:
             name: of the part, one for each caller.
@@ -80,7 +82,7 @@ class TrainState:
         """The variables of a part; empty where there is none."""
         return self._parts[name].variables if name in self._parts else ()
 
-    def keep_own(self, variables: Sequence[Any]) -> None:
+    def declare_own(self, variables: Sequence[Any]) -> None:
         """Declare variables of the model that differ between ranks, such as local moving statistics."""
         self._own = list(variables)
 
@@ -123,7 +125,7 @@ class TrainState:
             self._averaged_step = step
 
     @contextlib.contextmanager
-    def kept_own(self) -> Iterator[None]:
+    def own_put_back(self) -> Iterator[None]:
         """A block after which the variables of `own` have this rank's values again."""
         before, averaged = [v.numpy() for v in self.own], self._averaged_step
         yield
@@ -131,8 +133,8 @@ class TrainState:
             variable.assign(value)
         self._averaged_step = averaged
 
-    def restored(self, step: int) -> None:
-        """Note that the ranks have got the same state of a step, from rank 0 or a checkpoint."""
+    def mark_averaged(self, step: int) -> None:
+        """Note that the ranks have got the same state of a step, so that `average` has nothing to do."""
         self._averaged_step = step
 
     def named(self) -> dict[str, Any]:
@@ -146,5 +148,5 @@ class TrainState:
     def reset_additions(self) -> None:
         """Give the variables that callbacks have added their initial values, before a checkpoint that may lack them."""
         for part in self._parts.values():
-            for variable, value in zip(part.variables, part.initial, strict=False):
+            for variable, value in zip(part.variables, part.initial, strict=False):  # parts of the core have none
                 variable.assign(value)

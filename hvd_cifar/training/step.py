@@ -113,9 +113,10 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
 def make_share(
     net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
 ) -> Callable[..., Share]:
-    """A function (image, label, weight, global_count, start) -> Share of a micro-batch, for use in a graph.
+    """A function (image, label, weight, count, start) -> Share of a micro-batch, for use in a graph.
 
-    `start` holds the local moving statistics before the micro-batch.
+    `weight` is 1 of an example and 0 of padding, `count` the number of examples in the global batch; `start` holds the
+    local moving statistics before the micro-batch.
     """
     model, variables = net.model, net.model.trainable_variables
     real, statistics = real_of(model), local_statistics(model)
@@ -128,34 +129,35 @@ def make_share(
                 statistic.assign(before)
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
-        if spec.side not in (None, *spec.image_shape[:1]):
+        if spec.side and spec.side != spec.image_shape[0]:
             image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
             losses = tf.cast(cross_entropy(label, model(image, training=True), spec.label_smoothing), real)
-            share = tf.reduce_sum(losses * weight) / count
-            penalties = [_penalty(tf.cast(loss, real), weight, present / count) for loss in model.losses]
+            loss = tf.reduce_sum(losses * weight) / count
+            penalties = [_penalty(tf.cast(added, real), weight, present / count) for added in model.losses]
             penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)
-            share += penalty
-            scaled = optimizer.scale_loss(share)
+            loss += penalty
+            scaled = optimizer.scale_loss(loss)
         gradients = _dense(tape.gradient(scaled, [v.value for v in variables]), variables, observers)
         if decayed:
             # In proportion to the micro-batch's examples, so that all shares add up to one weight decay.
             pull = present / count * spec.weight_decay
             decay = pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
-            share, penalty = share + decay, penalty + decay
-            pull, index_of = tf.cast(optimizer.scale_loss(pull), real), {id(v): i for i, v in enumerate(variables)}
+            loss, penalty = loss + decay, penalty + decay
+            scaled_pull = tf.cast(optimizer.scale_loss(pull), real)
+            index_of = {id(v): i for i, v in enumerate(variables)}
             for v in decayed:
-                gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
+                gradients[index_of[id(v)]] += tf.cast(scaled_pull, v.dtype) * v.value
         if watched:
             # TensorFlow's maximum, and its batch norm before a ReLU, hide a NaN from the loss, but the backward pass
             # carries it into a variable. Weight decay then makes the next loss NaN. Variables without it need this.
             sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
-            share = tf.where(sound, share, tf.constant(math.nan, real))
+            loss = tf.where(sound, loss, tf.constant(math.nan, real))
         # An empty micro-batch sends padding through the net, which must not change local statistics. Synchronised
         # layers leave it out by themselves (`examples_present`).
         for statistic, before in zip(statistics, start, strict=True):
             statistic.assign(tf.where(present > 0, statistic.value, before))
-        return Share(share, penalty, gradients, values_of(statistics) if spec.virtual_shards else [])
+        return Share(loss, penalty, gradients, values_of(statistics) if spec.virtual_shards else [])
 
     return share_of
 
@@ -184,12 +186,12 @@ def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[St
         watch_gradients(optimizer, show_reduced)
 
     def update(total: Share, learning_rate: Any, flags: Any) -> Any:
-        own = [tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0), *total.statistics]
+        beside = [tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0), *total.statistics]
         optimizer.learning_rate.assign(learning_rate)
         for observer in observers:
             observer.on_gradients(total.gradients)
         # Horovod: sum gradients over the ranks and apply them; loss and flags are in the same message.
-        loss_and_flags, *totals = apply_and_sum(optimizer, total.gradients, variables, own)
+        loss_and_flags, *totals = apply_and_sum(optimizer, total.gradients, variables, beside)
         for observer in observers:
             observer.on_sums([loss_and_flags, *totals])
         for observer in observers:
@@ -221,20 +223,21 @@ def make_train_step(
     images, labels = tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)
     batch_types, count_type = [images, labels, tf.TensorSpec([None], tf.float32)], tf.TensorSpec([], tf.int32)
 
-    def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
+    def share_of_batch(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         return share_of(*batch, count, start)
 
     add: Callable[..., Any] = partial(tf.nest.map_structure, tf.add)
     if not spec.is_one_graph:
         start = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
-        share = _graph(share, input_signature=[batch_types, count_type, start])
+        share_of_batch = _graph(share_of_batch, input_signature=[batch_types, count_type, start])
         add, update = _graph(add), _graph(update)
 
     def step(micro_batches: Sequence[Sequence[Any]], count: Any, learning_rate: Any, flags: Any) -> Any:
         first = values_of(statistics)
         # Every virtual shard starts from the statistics before the step; other micro-batches from the previous one's.
         starts = (first if spec.virtual_shards else values_of(statistics) for _ in micro_batches)
-        shares = (share(batch, count, start) for batch, start in zip(micro_batches, starts, strict=True))
+        # Both are lazy: `add_in_tree` takes one share at a time, so a start is read after the share before it.
+        shares = (share_of_batch(batch, count, start) for batch, start in zip(micro_batches, starts, strict=True))
         return update(add_in_tree(shares, add), learning_rate, flags)
 
     for observer in observers:

@@ -66,34 +66,35 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
 
     The run directory stays locked until `run_dir.release`, also after an error.
     """
-    # Settings to data, recipe and batch arithmetic.
+    # Settings to data, recipe and batch arithmetic. A resumed run keeps its batch and precision, unless others are
+    # given, and the user's files as it copied them.
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     user_code.use_copies(collectives.on_root(lambda: user_code.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
-        world = replace(world, algorithm="all-to-all and all-gather")
+        world = replace(world, algorithm="all-to-all and all-gather")  # for the first lines of output alone
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
     # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
     run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch)))
-    record = Record(run, given)
+    record = Record(run, given)  # before callbacks are loaded, which do not change what a run computes
     _add_callbacks(run, averages, given)
 
-    # Proof that the optimizer averages over the ranks.
+    # Proof that the ranks' shares add up to the gradient of the global batch's mean loss.
     proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
     run.run_dir, newest = collectives.on_root(
         lambda: run_dir.claim(run.settings, compared(run.settings, record.must_match))
     )
-    own_folder = run.run_dir if world.is_root else None
-    if own_folder:
-        run.checkpoints = Checkpoints(own_folder / "checkpoints", run.state)
-    run.reporter = Reporter(own_folder, terminal.is_watched(), run.dataset, run.settings.quiet)
+    root_folder = run.run_dir if world.is_root else None
+    if root_folder:
+        run.checkpoints = Checkpoints(root_folder / "checkpoints", run.state)
+    run.reporter = Reporter(root_folder, terminal.is_watched(), run.dataset, run.settings.quiet)
     source = _restore(run, newest)
     record.write(run, newest)
 
-    # Lines about the run, and its steps.
+    # Lines about the run, and what the watchdog asks of it.
     run.introduce(describe(run))
     run.say(f"start-up proof: {proof}")
     run.say(f"run directory {run.run_dir}")
@@ -106,11 +107,12 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
 
 def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> None:
     """Give the run its callbacks, in their order, and its observers of the step. A collective."""
-    own = given.callbacks or [user_code.callback(spec) for spec in run.settings.callbacks]
-    if wrong := [one for one in own if not isinstance(one, Callback)]:
+    users = given.callbacks or [user_code.callback(spec) for spec in run.settings.callbacks]
+    if wrong := [one for one in users if not isinstance(one, Callback)]:
         raise UserError(f"--callbacks: {wrong[0]!r} is no Callback; derive its class from hvd_cifar.Callback")
+    # By their names in `extensions.ORDER`.
     core = {"LOG": Logger(), "EVALUATE": Evaluator(averages), "SAVE": Checkpointer(), "SUM UP": Summariser()}
-    run.callbacks = [*extensions.in_order(run, core), *own]
+    run.callbacks = [*extensions.in_order(run, core), *users]
     run.observe(run.progress.waits)
     run.observe(net_checks.MissingGradients(run))
     run.tell("on_build")
@@ -124,7 +126,7 @@ def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> 
     optimizer = make_optimizer(work, net, schedule(0))
     state = TrainState(net.model, optimizer)
     if not work.settings.virtual_shards:  # with them each step averages the statistics itself
-        state.keep_own(local_statistics(net.model))
+        state.declare_own(local_statistics(net.model))
     for name, average in make_averages(work.recipe, net, work.plan.all_steps).items():
         state.add(name, average.variables, core=True)
         averages.append(average)
@@ -137,14 +139,13 @@ def _restore(run: Run, newest: Path | None) -> str:
     if newest is not None:
         collectives.on_root(lambda: restore(state, newest))
     state.broadcast()
-    on_disk = int(state.step.numpy())
-    is_own = newest is not None and newest.parent == run.run_dir / "checkpoints"
-    saved_step = on_disk if is_own else -1
-    newer = list(filter(None, run.tell("on_restore")))
+    is_of_this_run = newest is not None and newest.parent == run.run_dir / "checkpoints"
+    saved_step = int(state.step.numpy()) if is_of_this_run else -1
+    newer = [source for source in run.tell("on_restore") if source]  # of callbacks with a newer state, such as a copy
     finish_all(run.model)
     state.draw_apart(run.world.rank)
     run.progress.begin(int(state.step.numpy()), saved_step)
-    state.restored(saved_step)
+    state.mark_averaged(saved_step)
     return newer[-1] if newer else str(newest or "")
 
 
@@ -169,7 +170,8 @@ class Trainer:
         if run.step == run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(run_dir.read_summary(run.run_dir))
             if done.get("steps") == run.step:
-                collectives.on_root(lambda: run.reporter.summary(done))  # the launcher looks for one of this start
+                # Written again: the launcher takes a summary of this start alone for success.
+                collectives.on_root(lambda: run.reporter.summary(done))
                 run.say(f"nothing left to do after step {run.step}: see {run.run_dir}/summary.json")
                 return done
         with self._open() as requests:
@@ -178,7 +180,7 @@ class Trainer:
             has_begun = False
             while True:
                 try:
-                    if not has_begun:  # an evaluation that a stop has put off may find that the run diverged
+                    if not has_begun:  # inside `try`: an evaluation that a stop has put off may find a bad loss
                         run.tell("before_steps")
                         has_begun = True
                     self._make_steps(requests)
@@ -193,20 +195,25 @@ class Trainer:
         for micro_batches in progress.watch.each("batch", run.work.batches(run.world, run.step)):
             if progress.ends_early:
                 break
-            # Forward, loss, backward, all-reduce and update: step.py. The step's number determines its image size.
-            size = run.work.sizes(run.step)
-            progress.watch.mark("step" if len(self.steps) == 1 else f"step at {size} pixels", run.step + 1)
+            # The step's number determines its image size.
+            side = run.work.sizes(run.step)
+            progress.watch.mark("step" if len(self.steps) == 1 else f"step at {side} pixels", run.step + 1)
+            # Flags reach all ranks with the loss. `Checkpointer` saves for them, in `on_step`. Rank 0 asks for a
+            # checkpoint by its clock, or where a file could not be written: the run then ends with that error.
             is_root = run.world.is_root
-            saves = is_root and (run.reporter.is_behind or progress.save_is_due(run.settings.checkpoint_minutes))
-            flags = progress.flags_to_send(requests.made, saves, is_root)
+            asks_to_save = is_root and (run.reporter.is_behind or progress.save_is_due(run.settings.checkpoint_minutes))
+            flags = progress.flags_to_send(requests.made, asks_to_save, is_root)
             count = tf.constant(run.plan.examples_in_step(run.step))
             rate = run.schedule(run.step) * progress.rate_factor
-            progress.add(micro_batches, self.steps[size](micro_batches, count, rate, tf.constant(flags, tf.float32)))
+            # Forward, loss, backward, all-reduce and update: step.py.
+            result = self.steps[side](micro_batches, count, rate, tf.constant(flags, tf.float32))
+            progress.add(micro_batches, result)  # `run.step` is this step's number from here on
             run.tell("on_step")
             run.reporter.beat()
             self._stop_where_asked()
 
     def _stop_where_asked(self) -> None:
+        """Preempted, once `Checkpointer` has saved the step at which all ranks learned of a request to stop."""
         run, progress = self.run, self.run.progress
         # A request that comes after this step was saved is served after the next step.
         if progress.stop_requested and progress.saved_step == run.step and run.step < run.total_steps:

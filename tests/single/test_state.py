@@ -106,7 +106,7 @@ def test_each_kind_is_compared_and_averaged_as_it_says() -> None:
     state.add("own", [own], "own")
     state.add("root", [root], "root")
     statistics: list[Any] = state.model.non_trainable_variables
-    state.keep_own(statistics)
+    state.declare_own(statistics)
 
     def has(variables: list[Any], one: Any) -> bool:
         return any(one is v for v in variables)
@@ -137,13 +137,13 @@ def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_th
     for step, count in ((0, 1), (0, 1), (1, 2), (0, 3)):
         state.average(step)
         assert len(averaged) == count and averaged[-1] == [own]
-    with state.kept_own():
+    with state.own_put_back():
         state.average(5)
         assert float(own.numpy()) == 41.0
     assert float(own.numpy()) == 31.0
     state.average(0)
     assert len(averaged) == 4
-    state.restored(7)
+    state.mark_averaged(7)
     state.average(7)
     assert len(averaged) == 4
 
