@@ -80,7 +80,7 @@ def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) ->
         stderr=subprocess.PIPE,
         cwd=CHECKOUT,
     )
-    while "sleep" not in {child.name() for child in psutil.Process(job.pid).children()}:
+    while "sleep" not in {child.name() for child in psutil.Process(job.pid).children(recursive=True)}:
         assert job.poll() is None
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
