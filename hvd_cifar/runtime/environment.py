@@ -167,9 +167,14 @@ def all_reduce(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts
     return "ring" if is_ring else "MPI's choice"
 
 
+def mpi_network(environ: Mapping[str, str]) -> str:
+    """The network of MPI's messages between hosts, where the launcher has chosen one: "10.0.0.0/24"; else ""."""
+    return environ.get("OMPI_MCA_btl_tcp_if_include", "")
+
+
 def address_here(environ: Mapping[str, str] = os.environ) -> str:
     """This host's address for ranks of other hosts: on the job's network where the launcher names one."""
-    names = [environ.get("HOROVOD_GLOO_IFACE", ""), *environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")]
+    names = [environ.get("HOROVOD_GLOO_IFACE", ""), *mpi_network(environ).split(",")]
     networks = [ipaddress.ip_network(name, strict=False) for name in names if "/" in name]
     cards = psutil.net_if_addrs().items()
     found = [(card, a.address) for card, every in cards for a in every if a.family == socket.AF_INET]

@@ -46,6 +46,7 @@ class World:
     threads: int  # of TensorFlow's pool; 0: TensorFlow's own choice, on a GPU
     controller: str  # mpi or gloo: what Horovod communicates over
     algorithm: str = ""  # of the all-reduce, see `environment.all_reduce`
+    network: str = ""  # of MPI's messages between hosts, where the launcher has chosen it
     elastic: environment.ElasticJob | None = None
     beside: environment.Beside | None = None  # ranks of the other job, where one trains and the other one validates
     ranks: tuple[RankFacts, ...] = ()  # by rank, in a `session`
@@ -64,7 +65,8 @@ class World:
         """One line for the log: ranks, devices, controller."""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         kind = "one GPU each" if "GPU" in self.device else f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
-        how = f" ({self.algorithm})" if self.size > 1 and self.algorithm else ""
+        network = f"; TCP {self.network}" if self.network else ""
+        how = f" ({self.algorithm}{network})" if self.size > 1 and self.algorithm else ""
         return f"{ranks}, {kind}, all-reduce over {self.controller}{how}"
 
 
@@ -163,6 +165,7 @@ def _start(threads: int | None, deterministic: bool) -> World:
         threads=threads,
         controller=controller,
         algorithm=environment.all_reduce(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
+        network="" if by_nccl or hvd.cross_size() == 1 else environment.mpi_network(os.environ),
         elastic=environment.elastic_job(),
         beside=beside,
     )

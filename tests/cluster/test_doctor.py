@@ -50,7 +50,7 @@ def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
     assert {name: card["name"] for name, card in said["network"]["cards"].items()} == dict.fromkeys(names, "eth0")
     job = said["job"]
     assert job["wrong_values"] == 0 and job["bytes_per_second"] > 0 and not job["failure"]
-    assert "over mpi (ring; TCP (10.77.0.0/24) and shared memory)" in job["how"]
+    assert "over mpi (ring; TCP 10.77.0.0/24)" in job["how"]
     assert not any(host.processes() for host in three_hosts)
 
 
