@@ -1,4 +1,4 @@
-"""The example that profiles steps: each rank's file has its operations, Horovod's among them."""
+"""The example that profiles steps: each rank's file has its operations."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ def test_a_profile_of_two_ranks(tmp_path: Path) -> None:
         (path,) = (tmp_path / "run" / "tensorboard" / f"rank-{rank}").rglob("*.xplane.pb")
         space = xplane_pb2.XSpace.FromString(path.read_bytes())
         names = {found.name for plane in space.planes for found in plane.event_metadata.values()}
-        assert any("HorovodAllreduce" in name for name in names)
+        assert any("Conv2DBackpropFilter" in name for name in names)
