@@ -197,4 +197,4 @@ def test_a_machine_without_a_driver_trains_on_the_cpu_and_says_so(environment: E
     assert done.returncode == 0, done.stderr
     # TensorFlow's own line of each rank stays: it has the driver's reason.
     notes = [line for line in done.stderr.splitlines() if line.strip() and "failed call to cuInit" not in line]
-    assert len(notes) == 1 and "note: ranks compute on the CPU: nvidia-smi lists no GPU on" in notes[0], done.stderr
+    assert len(notes) == 1 and "note: ranks compute on the CPU: nvidia-smi lists no GPU here" in notes[0], done.stderr
