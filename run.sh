@@ -16,7 +16,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh predict runs/first photo.png                classify images with the net of a run
   ./run.sh report runs/first                           write a page about a run, also while it goes on
   ./run.sh setup --hostfile my-hosts                   set up every host of a file with lines `HOST slots=N`
-  ./run.sh --hostfile my-hosts train                   train on all of them; `doctor` in the place of `train` checks them
+  ./run.sh --hostfile my-hosts train                   train on all of them; ./run.sh doctor --hostfile my-hosts checks them
   ./run.sh -np 2 python examples/fit.py                run a program of your own on every rank
 
 ./run.sh --help-all lists all commands and the launcher's options, docs/configuration.md every option.
@@ -29,8 +29,8 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
 
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu]                   set up only: in .venv, with TensorFlow for the CPU, or for GPUs
-                                           later set-ups keep this; --cpu undoes it
-  ./run.sh setup --hostfile FILE           set up every host of FILE: they get this checkout and its environment
+                                           later set-ups keep this; --cpu undoes it; --test adds the tests' tools
+  ./run.sh setup --hostfile FILE | -H HOSTS   set up every host: they get this checkout and its environment
   ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write wheels that pip installs in other environments
   ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: pytest
   ./run.sh test --all [PYTEST OPTIONS]     run slow tests too, such as those of clusters; --slow: these alone
@@ -43,11 +43,11 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
 COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and
 docs/configuration.md list its options.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
-  -np N              number of ranks; default: one per GPU (after setup --gpu), else one per core, at most 8; in a
-                     Slurm job its tasks
+  -np N              number of ranks; default: one per GPU (after setup --gpu), else one per core, at most 8; with hosts
+                     all their slots, in a Slurm job its tasks
   -H a:4,b:4         hosts to run them on, as HOST:SLOTS; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same, from a file with lines `HOST slots=N`; see hostfiles/
-  --allreduce ring   ring all-reduce; auto (default): MPI or NCCL chooses the algorithm
+  --allreduce ring   NCCL's ring on GPUs, MPI's within a host; auto (default): they choose. Between CPU hosts: a ring
   --max-restarts N   if the job fails, start again from the newest checkpoint, up to N times
   --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
   --elastic MIN:MAX  train on MIN to MAX ranks: continue without lost ranks and hosts, and with added ones. With it:

@@ -51,10 +51,10 @@ class DataSettings(fields.Settings):
     there nor downloadable; folder:PATH: images in PATH/train/CLASS and PATH/test/CLASS, or in PATH/CLASS;
     FILE.py:NAME or package.module:NAME: a function that returns a hvd_cifar.Dataset."""
     image_size: fields.ImageSize | None = None
-    """Height and width of what the net sees, N or HxW, of a folder: whose images have many sizes. [default: their own
-    size, if all have one]"""
+    """For folder:PATH: height and width of what the net sees, N or HxW. [default: the images' own size, if all have
+    one]"""
     max_unreadable: int = Field(0, ge=0, le=fields.MOST_EXAMPLES)
-    """Images of a folder: that may be left out since they cannot be read. More end the run."""
+    """For folder:PATH: how many images may be left out because they cannot be read. More end the run."""
     data_dir: fields.LocalPath = Field(Path("~/.cache/hvd_cifar/data"), validate_default=True)
     """Folder of the data set; CIFAR-10 or CIFAR-100 is downloaded there if it is absent."""
     data_url: fields.Address | None = None
