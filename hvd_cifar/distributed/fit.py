@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from .collectives import all_gather_object, all_reduce_sums
 
+__all__ = ["EarlyStopping", "evaluate", "predict", "together"]
 T = TypeVar("T")
 
 
