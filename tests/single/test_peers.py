@@ -1,4 +1,4 @@
-"""The comparison with peers: its arithmetic, its turns, and that PyTorch's side trains the same net."""
+"""The comparison with peers: its arithmetic, and that PyTorch's side trains the same net."""
 
 import os
 import subprocess
@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks import nets
-from benchmarks.peers import rates, sides
-from benchmarks.peers.__main__ import LOG_EVERY, main
-from hvd_cifar.config import TrainSettings, make
+from benchmarks.peers import rates
 from hvd_cifar.data import augment
-from hvd_cifar.training.plan import plan, resolve
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
@@ -29,30 +25,6 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
     head, _, _, last = rates.table({"other": {"none": base}, "ours": {"none": faster}}, "other").splitlines()
     assert head == "| side | images/s | ratio to other | n |"
     assert last == "| ours | 1,200 (750 to 1,350) | 1.500 (1.500 to 1.500) | 5 |"
-
-
-@pytest.mark.parametrize("model", list(LOG_EVERY))
-def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> None:
-    """Whole images, the batch that is asked for, and no end."""
-    work = sides.Work(model, "float32", 3, 100, 1, 5, tmp_path, tmp_path / "python", tmp_path)
-    for side, ranks in ((sides.ours(work), 3), (sides.limit(work), 1)):
-        for words in side.commands:
-            options = words[words.index("train") + 1 :]
-            names = [name.removeprefix("--").replace("-", "_") for name in options[::2]]
-            given = dict(zip(names, options[1::2], strict=True))
-            settings = make(TrainSettings, given | ({"set": (given["set"],)} if "set" in given else {}))
-            recipe = nets.recipe_of(settings.model)
-            batch_plan = plan(resolve(settings, recipe), recipe, sides.EXAMPLES, ranks)
-            assert batch_plan.global_batch_size == ranks * work.per_rank
-            assert side.images_per_step * batch_plan.steps_per_epoch == pytest.approx(sides.EXAMPLES)
-            assert batch_plan.total_steps > 10**6
-            assert settings.model == model and settings.set.image_scales in (None, (1,))
-
-
-@pytest.mark.parametrize("model", ["tutorial", "resnet20"])
-def test_a_batch_that_peers_train_with_another_optimizer_is_refused(model: str, real_data: Path) -> None:
-    done = CliRunner().invoke(main, ["--data-dir", str(real_data), "--model", model, "--batch-size", "129"])
-    assert done.exit_code == 2 and "another optimizer than its peers" in done.output, done.output
 
 
 def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
