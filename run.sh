@@ -92,7 +92,8 @@ run_tests() {
         # Two files at a time, short ones at the end: many tests wait for hosts and time-outs. The longest are listed.
         set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
     fi
-    exec "$bin/python" -m pytest -m "$marks" "$@"
+    # The summary ends with the reasons of skipped tests: what this machine lacks.
+    exec "$bin/python" -m pytest -rfEs -m "$marks" "$@"
 }
 
 case ${1:-} in

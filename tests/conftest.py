@@ -3,10 +3,8 @@
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -42,17 +40,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """What takes root, a scheduler or real images is slow: every machine has the same other tests."""
     if item.path.parent.name == "cluster" or NOT_EVERYWHERE & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.slow)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # below the list of failures
-def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """One line that names what this machine lacks: the reasons of all skipped tests."""
-    yield
-    reports = terminalreporter.stats.get("skipped", ())
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
-    if reasons:
-        named = "; ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
-        terminalreporter.write_line(f"Skipped, with the number of tests: {named}")
 
 
 @pytest.fixture(scope="session", autouse=True)

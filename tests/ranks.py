@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,24 +32,14 @@ import psutil
 from tests.rank import POLL_SECONDS, plain
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+RANK = [sys.executable, str(CHECKOUT / "tests" / "rank.py")]
 MOST_POOLED = 3  # ranks of a group that stays; more are rare
 JOB = "TEST_JOB"
-Jobs = Callable[[int, str], dict[str, list[Any]]]  # what `run_all` returned for a number of ranks and a launcher
-LAUNCHERS = {
-    "mpirun": ["mpirun", "-np", "{n}", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
-    "gloo": ["horovodrun", "--gloo", "-np", "{n}", "-H", "localhost:{n}"],
-    "none": [],
-}
+Jobs = Callable[[int], dict[str, list[Any]]]  # what `run_all` has returned for a number of ranks
 
 
 class RanksFailed(Exception):
-    """A rank failed, or the job ran too long. `returncode` is None after a timeout; `logs` has a text per rank."""
-
-    def __init__(self, reason: str, returncode: int | None, logs: list[str], launcher_output: str) -> None:
-        self.returncode = returncode
-        self.logs = logs
-        tails = [f"--- rank {rank}\n{_tail(log)}" for rank, log in enumerate(logs)]
-        super().__init__("\n".join([reason, *tails, f"--- launcher\n{_tail(launcher_output)}"]))
+    """A rank failed, or the job ran too long: the last lines of each rank and of the launcher."""
 
 
 def run_ranks(function: Callable[..., Any], n: int, *args: Any, **how: Any) -> list[Any]:
@@ -61,7 +51,7 @@ def run_all(
     functions: Mapping[str, Callable[..., Any]],
     n: int,
     *,
-    launcher: str = "mpirun",
+    launched: bool = True,
     env: dict[str, str] | None = None,
     timeout: float = 120,
     tensorflow: bool = True,
@@ -74,7 +64,7 @@ def run_all(
     then no process is left behind.
 
     Args:
-        launcher: "mpirun", "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
+        launched: by mpirun. False: the one rank is a program that nothing has launched.
         env: is added to the environment.
         tensorflow: it is imported first, as by a rank of `train`.
         deterministic: the ranks can train with --deterministic.
@@ -86,26 +76,26 @@ def run_all(
         source = str(Path(inspect.getfile(call.func)).resolve())
         calls.append([name, source, call.func.__name__, call.args, call.keywords])
     text = json.dumps([tensorflow, deterministic, calls], default=plain)
-    what = f"{', '.join(functions)} on {n} ranks ({launcher})"
-    if launcher == "mpirun" and n <= MOST_POOLED and tensorflow and not env and not fresh:
+    what = f"{', '.join(functions)} on {n} ranks"
+    if launched and n <= MOST_POOLED and tensorflow and not env and not fresh:
         ranks = (_GROUPS.get(n) or Group(n)).call(text, timeout, what)
     else:
         with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
             folder, output = Path(temporary), Path(temporary, "launcher.log")
             (folder / "calls.json").write_text(text)
-            words = _words(n, launcher, temporary)
+            words = [*(mpirun(n) if launched else []), *RANK, temporary]
             with output.open("w") as log:
                 code = run_to_end(words, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
             found = _returned(folder, n)
             if code or not found:
-                raise _failure(what, timeout, code, folder, n, _read(output))
+                raise _failure(what, timeout, code, folder, n, output)
             ranks = found
     return {name: [results[name] for results in ranks] for name in functions}
 
 
-def _words(n: int, launcher: str, *arguments: str) -> list[str]:
-    words = [word.format(n=n) for word in LAUNCHERS[launcher]]
-    return [*words, sys.executable, str(CHECKOUT / "tests" / "rank.py"), *arguments]
+def mpirun(n: int) -> list[str]:
+    """The words that start a program on `n` ranks of this machine."""
+    return ["mpirun", "-np", str(n), "--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
 
 
 def _returned(folder: Path, n: int) -> list[dict[str, Any]] | None:
@@ -114,9 +104,10 @@ def _returned(folder: Path, n: int) -> list[dict[str, Any]] | None:
     return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None
 
 
-def _failure(what: str, timeout: float, returncode: int | None, folder: Path, n: int, output: str) -> RanksFailed:
+def _failure(what: str, timeout: float, returncode: int | None, folder: Path, n: int, output: Path) -> RanksFailed:
     reason = f"{what}: " + (f"no end after {timeout} s" if returncode is None else f"exit code {returncode}")
-    return RanksFailed(reason, returncode, [_read(folder / f"rank-{rank}.log") for rank in range(n)], output)
+    logs = {f"rank {rank}": folder / f"rank-{rank}.log" for rank in range(n)} | {"launcher": output}
+    return RanksFailed("\n".join([reason, *(f"--- {name}\n{_tail(path)}" for name, path in logs.items())]))
 
 
 class Group:
@@ -127,10 +118,9 @@ class Group:
         _GROUPS[n] = self
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.output, self.mark = self.folder / "launcher.log", secrets.token_hex(8)
-        words = _words(n, "mpirun", str(self.folder), str(os.getpid()))
         with self.output.open("w") as log:
             self.process = subprocess.Popen(
-                words,
+                [*mpirun(n), *RANK, str(self.folder), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -152,7 +142,7 @@ class Group:
         if found is not None:
             return found
         returncode = self.process.poll()
-        failure = _failure(what, timeout, returncode, job, self.n, _read(self.output))
+        failure = _failure(what, timeout, returncode, job, self.n, self.output)
         self.end()
         raise failure
 
@@ -170,25 +160,6 @@ def end_groups() -> None:
     """End all ranks that wait."""
     for group in list(_GROUPS.values()):
         group.end()
-
-
-def once(start: Jobs) -> Jobs:
-    """`start`, but each job once: a second call with the same arguments returns, or raises, what the first one did."""
-
-    @cache
-    def outcome(n: int, launcher: str) -> dict[str, list[Any]] | RanksFailed:
-        try:
-            return start(n, launcher)
-        except RanksFailed as failed:
-            return failed
-
-    def results(n: int, launcher: str) -> dict[str, list[Any]]:
-        found = outcome(n, launcher)
-        if isinstance(found, RanksFailed):
-            raise found
-        return found
-
-    return results
 
 
 def command(words: Sequence[Any]) -> dict[str, Any]:
@@ -272,29 +243,17 @@ def _marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
 
 
 def _end_all(process: "subprocess.Popen[Any]", mark: str) -> None:
-    """End a launcher and its ranks: it puts each in a process group of its own, and may end before them."""
-    end_tree(process)
+    """End a launcher, which is asked first, so that it can tidy up, and its ranks, which may outlive it."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
     for left in psutil.process_iter():
         with suppress(psutil.Error):
             if mark in left.environ().get(JOB, ""):
                 left.kill()
-
-
-def end_tree(process: "subprocess.Popen[Any]") -> None:
-    """End a process and its descendants: asked first, so that a launcher can tidy up, then killed."""
-    if process.poll() is not None:
-        return
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=5)
-    for member in alive:
-        member.kill()
     process.wait()
 
 
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-40:])
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-40:]) if path.exists() else ""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from benchmarks import runs
 from hvd_cifar.errors import Diverged
 from hvd_cifar.extensions.bad_numbers import MOST_ROLLBACKS, Rollback
 from hvd_cifar.training.state import TrainState
-from tests.ranks import Jobs, command, once, run_all, run_ranks
+from tests.ranks import Jobs, command, run_all, run_ranks
 
 PROGRAM = Path(__file__).with_name("poisoned.py")
 BATCH = 16
@@ -57,7 +57,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "by hand": train("by hand", {}, *every, 30, "--learning-rate", 0.025, "--resume", good),
         "back resumed": train("back", {}, *every, 30),
     }
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=900, fresh=True))
+    return cache(lambda n: run_all(functions, n, timeout=900, fresh=True))
 
 
 def _poisoned(words: list[Any], plan: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _poisoned(words: list[Any], plan: dict[str, Any]) -> dict[str, Any]:
 
 def _said(jobs: Jobs, name: str) -> str:
     """What all ranks of a training printed; each must have ended well."""
-    ranks = jobs(2, "mpirun")[name]
+    ranks = jobs(2)[name]
     said = "\n".join(line for rank in ranks for line in [*rank["said"], *rank["errors"]])
     assert [rank["code"] for rank in ranks] == [0, 0] and "Traceback" not in said, said
     return said

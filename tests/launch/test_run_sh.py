@@ -26,7 +26,7 @@ from hvd_cifar.launch.command import parse
 from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.settings import LaunchSettings, launcher_option
 from tests.options import PACE, SMALL
-from tests.ranks import CHECKOUT, end_tree
+from tests.ranks import CHECKOUT
 
 RUN_SH = str(CHECKOUT / "run.sh")
 MODULE = ["python", "-m", "hvd_cifar"]
@@ -165,7 +165,7 @@ def test_kill_leaves_no_rank_behind(embedded: Path, tmp_path: Path) -> None:
             _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=30)
             _wait_for(lambda: not any(map(Path.exists, files)), timeout=30)
         finally:
-            end_tree(process)
+            process.kill()
 
 
 def test_ctrl_c_in_a_terminal(embedded: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.options import TUTORIAL
-from tests.ranks import Jobs, command, once, run_all
+from tests.ranks import Jobs, command, run_all
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "allreduce": benchmark("allreduce", "allreduce", *few_sizes),
         "one wrong": partial(_one_value_wrong, str(folder / "one wrong.json")),
     }
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=400))
+    return cache(lambda n: run_all(functions, n, timeout=400))
 
 
 def _succeeds(ranks: list[dict[str, Any]]) -> None:
@@ -47,7 +47,7 @@ def _succeeds(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_the_step_is_measured(jobs: Jobs, folder: Path) -> None:
-    _succeeds(jobs(2, "mpirun")["step"])
+    _succeeds(jobs(2)["step"])
     found = json.loads((folder / "step.json").read_text())
     assert (found["dataset"], found["model"], found["bucket_bytes"]) == ("synthetic", "tutorial", 1024)
     assert len(found["facts"]["hosts"]) == len(found["compute_by_rank"]) == 2
@@ -80,7 +80,7 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
 
 
 def test_one_way_communicates_and_the_other_does_not(jobs: Jobs) -> None:
-    one, other = jobs(2, "mpirun")["weights"]
+    one, other = jobs(2)["weights"]
     assert one["first"] == other["first"]
     # Every rank has a batch of its own: alone, each goes its own way; together, they stay as one.
     assert one["compute"] != other["compute"]
@@ -89,7 +89,7 @@ def test_one_way_communicates_and_the_other_does_not(jobs: Jobs) -> None:
 
 
 def test_all_reduces_are_measured_and_checked(jobs: Jobs, folder: Path) -> None:
-    _succeeds(jobs(2, "mpirun")["allreduce"])
+    _succeeds(jobs(2)["allreduce"])
     points = json.loads((folder / "allreduce.json").read_text())["points"]
     assert [p["bytes"] for p in points] == [4, 256, 16384, 2**20]
     for p in points:
@@ -124,7 +124,7 @@ def _one_value_wrong(output: str) -> str:
 
 
 def test_one_wrong_value_on_one_rank_is_found_by_all(jobs: Jobs, folder: Path) -> None:
-    said = jobs(2, "mpirun")["one wrong"]
+    said = jobs(2)["one wrong"]
     assert said[0] == said[1]
     assert "1 values of an all-reduce of 64 bytes;" in said[0]
     points = json.loads((folder / "one wrong.json").read_text())["points"]

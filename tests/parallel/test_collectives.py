@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.ranks import Jobs, once, run_all, run_ranks
+from tests.ranks import Jobs, run_all, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def jobs() -> Jobs:
     }
     of_three: dict[str, Callable[..., Any]] = {"proof": partial(_prove, OF_TRAIN)}
     functions = {2: of_any | of_two, 3: of_any | of_three}
-    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=300))
+    return cache(lambda n: run_all(functions[n], n, timeout=300))
 
 
 def _said(call: Callable[..., Any], *args: Any) -> str:
@@ -92,7 +92,7 @@ def _broadcast_everything() -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_broadcast_makes_all_ranks_alike(n: int, jobs: Jobs) -> None:
-    ranks = jobs(n, "mpirun")["broadcast"]
+    ranks = jobs(n)["broadcast"]
     assert len({rank["before"] for rank in ranks}) == n
     assert len({rank["after"] for rank in ranks}) == 1
     assert all(rank["outputs"] == ranks[0]["outputs"] for rank in ranks)
@@ -139,7 +139,7 @@ def _unlike() -> dict[str, str]:
 
 
 def test_ranks_that_would_broadcast_other_variables_say_which(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["unlike"]
+    first, second = jobs(2)["unlike"]
     assert first == second
     built = "the optimizer is built on rank 0, and not built on rank 1: call model.optimizer.build("
     assert built in first["optimizer"]
@@ -197,7 +197,7 @@ def _graphs() -> dict[str, Any]:
 
 
 def test_ranks_meet_whatever_else_their_graphs_hold(jobs: Jobs) -> None:
-    for rank in jobs(2, "mpirun")["graphs"]:
+    for rank in jobs(2)["graphs"]:
         # (1 + 2)^2; each rank's value changes both ranks' totals, of slope 2 * 3 each; and minus the sum of gradients.
         once = [9.0, 12.0, -3.0, -3.0]
         assert rank["found"] == {"plain": once, "in order": once, "passes": [9.0, 12.0, -6.0, -6.0]}
@@ -276,7 +276,7 @@ def _prove(ways: list[str]) -> dict[str, str]:
 def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(
     n: int, ways: list[str], jobs: Jobs
 ) -> None:
-    ranks = jobs(n, "mpirun")["proof"]
+    ranks = jobs(n)["proof"]
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
     assert said["Horovod's own"] == "accepted"
@@ -331,7 +331,7 @@ def _prove_broken() -> dict[str, dict[str, str]]:
 
 
 def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["broken"]
+    first, second = jobs(2)["broken"]
     assert first == second
     for part, said in first.items():
         for way, text in said.items():
@@ -380,7 +380,7 @@ def _sums_and_errors() -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_sums_gathers_and_errors_reach_every_rank(n: int, jobs: Jobs) -> None:
-    ranks = jobs(n, "mpirun")["sums"]
+    ranks = jobs(n)["sums"]
     for rank, seen in enumerate(ranks):
         assert seen["sums"] == [n * (n + 1) / 2, n * 1e15 + n * (n - 1) / 2, pytest.approx(n / 3, rel=1e-15)]
         assert seen["means"] == [[(n - 1) / 2] * 3] * 3

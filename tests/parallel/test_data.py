@@ -181,7 +181,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
 
 def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
     """And a run that was refused leaves its folder to the next one in the same process."""
-    (told,) = run_ranks(_resumed_on_other_data, 1, str(tmp_path / "run"), launcher="none")
+    (told,) = run_ranks(_resumed_on_other_data, 1, str(tmp_path / "run"), launched=False)
     for changed in ("pixel", "label"):
         assert "has other settings (examples sha256 was " in told[changed], told[changed]
     assert told["nothing"] == "step 1" and told["nothing, again"] == "step 4"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import horovod_nets as nets
-from tests.ranks import Jobs, once, run_all
+from tests.ranks import Jobs, run_all
 
 
 @pytest.fixture(scope="module")
 def jobs() -> Jobs:
     """What the functions below returned in a job, by their names and by rank: each job starts once."""
     functions = {"shards": _shards, "stops": _stops, "together": _together}
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher))
+    return cache(lambda n: run_all(functions, n))
 
 
 def _shards() -> dict[str, Any]:
@@ -49,7 +50,7 @@ def _shards() -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_evaluate_and_predict_over_shards_are_those_of_one_process(n: int, jobs: Jobs) -> None:
-    for rank in jobs(n, "mpirun")["shards"]:
+    for rank in jobs(n)["shards"]:
         for count, found in rank.items():
             (together, alone), (outputs, expected) = found["metrics"], found["outputs"]
             assert [name for name, _ in together] == [name for name, _ in alone] and len(alone) == 5
@@ -78,8 +79,8 @@ def _stops() -> list[Any]:
 
 
 def test_ranks_stop_after_the_same_epoch(jobs: Jobs) -> None:
-    assert jobs(1, "mpirun")["stops"] == [[2, 1]]
-    assert jobs(3, "mpirun")["stops"] == [[4, 3]] * 3
+    assert jobs(1)["stops"] == [[2, 1]]
+    assert jobs(3)["stops"] == [[4, 3]] * 3
 
 
 def _together() -> list[Any]:
@@ -118,5 +119,5 @@ def _together() -> list[Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_with_other_numbers_of_batches_count_every_example_once(n: int, jobs: Jobs) -> None:
-    for steps, weights, alone in jobs(n, "mpirun")["together"]:
+    for steps, weights, alone in jobs(n)["together"]:
         assert steps == 3 and np.allclose(weights, alone, rtol=0, atol=1e-5)

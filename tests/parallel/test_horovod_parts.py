@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import horovod_nets as nets
-from tests.ranks import Jobs, once, run_all
+from tests.ranks import Jobs, run_all
 
 
 @pytest.fixture(scope="module")
 def jobs() -> Jobs:
     """What the functions below returned in a job, by their names and by rank: each job starts once."""
     of_two = {"batch norm": _batch_norm, "state": _state, "local": _local, "loaded": _loaded, "join": _join}
-    return once(lambda n, launcher: run_all({"errors": _errors} if n == 1 else of_two, n, launcher=launcher))
+    return cache(lambda n: run_all({"errors": _errors} if n == 1 else of_two, n))
 
 
 def _batch_norm() -> list[list[float]]:
@@ -30,7 +31,7 @@ def _batch_norm() -> list[list[float]]:
 
 
 def test_batch_norm_has_the_statistics_of_all_ranks(jobs: Jobs) -> None:
-    for weights, alone in jobs(2, "mpirun")["batch norm"]:
+    for weights, alone in jobs(2)["batch norm"]:
         assert np.allclose(weights, alone, rtol=0, atol=2e-5)
 
 
@@ -71,7 +72,7 @@ def _state() -> dict[str, Any]:
 
 
 def test_elastic_state_is_that_of_rank_0(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["state"]
+    first, second = jobs(2)["state"]
     dropout = [rank.pop("dropout") for rank in (first, second)]
     assert dropout[0] != dropout[1]  # ranks do not drop the same units
     assert first == second and first["synced"] == first["restored"]
@@ -120,7 +121,7 @@ def _local() -> dict[str, Any]:
 
 
 def test_local_layers_keep_their_gradients(jobs: Jobs) -> None:
-    for rank, found in enumerate(jobs(2, "mpirun")["local"]):
+    for rank, found in enumerate(jobs(2)["local"]):
         for way in ("optimizer", "loss scale", "tape", "passes"):
             assert found[way] == pytest.approx([(rank + 1) / 2, 1.5]), way
         assert found["unscaled"] == pytest.approx([rank + 1, 1.5])
@@ -154,7 +155,7 @@ def _loaded() -> list[list[float]]:
 
 
 def test_a_model_that_one_rank_has_loaded_or_fit_builds_is_broadcast(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["loaded"]
+    first, second = jobs(2)["loaded"]
     assert first == second
 
 
@@ -169,7 +170,7 @@ def _join() -> str:
 
 
 def test_join_after_sparse_gradients_is_an_error_and_no_hang(jobs: Jobs) -> None:
-    for told in jobs(2, "mpirun")["join"]:
+    for told in jobs(2)["join"]:
         assert "hvd.join() after allgather" in told and "sparse_as_dense=True" in told
 
 
@@ -195,7 +196,7 @@ def _errors() -> list[str]:
 
 
 def test_what_would_not_average_is_an_error(jobs: Jobs) -> None:
-    (said,) = jobs(1, "mpirun")["errors"]
+    (said,) = jobs(1)["errors"]
     keys = [
         "already distributed",
         "only supports Average",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests import horovod_nets as nets
-from tests.ranks import Jobs, once, run_all
+from tests.ranks import Jobs, run_all
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         3: {"fit": _fit, "process set": _updates_in_process_set},
     }
 
-    def start(n: int, launcher: str) -> dict[str, list[Any]]:
-        dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if n == 3 else None
-        return run_all(functions[n], n, launcher=launcher, env=dynamic, timeout=300)
-
-    return once(start)
+    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    return cache(lambda n: run_all(functions[n], n, env=dynamic if n == 3 else None, timeout=300))
 
 
 def _optimizers() -> dict[str, Callable[[], Any]]:
@@ -105,7 +102,7 @@ def _wrapped_against_plain() -> dict[str, Any]:
 
 
 def test_a_wrapped_optimizer_keeps_the_whole_state_of_the_plain_one(jobs: Jobs) -> None:
-    (found,) = jobs(1, "mpirun")["wrapped"]
+    (found,) = jobs(1)["wrapped"]
     assert {"SGD", "Adam", "AdamW", "Muon", "Lion", "Ftrl", "Adafactor"} <= set(found["names"])
     assert found["unlike"] > len(found["names"]) / 2  # the options do something
     assert found["wrong"] == []
@@ -150,7 +147,7 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
 
 
 def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
-    (found,) = jobs(1, "mpirun")["saved"]
+    (found,) = jobs(1)["saved"]
     for kind in ("AdamW", "Own"):
         plain, wrapped = found[f"plain {kind}"], found[f"wrapped {kind}"]
         assert wrapped["loaded"] == wrapped["saved"] and len(wrapped["loaded"]) > 1
@@ -230,7 +227,7 @@ ERRORS = {
 
 
 def test_rows_of_one_index_and_passes_add_up_and_misuse_is_an_error(jobs: Jobs) -> None:
-    (found,) = jobs(1, "mpirun")["rows and errors"]
+    (found,) = jobs(1)["rows and errors"]
     assert found["of passes"] == ["iteration", "learning_rate"]
     assert found["table of rows"] == pytest.approx(found["table of dense"], rel=1e-6)
     assert found["table of as dense"] == found["table of dense"]
@@ -346,7 +343,7 @@ WAYS_OF_TYPES: dict[str, dict[str, Any]] = {
 
 
 def test_two_ranks_in_all_variants(jobs: Jobs) -> None:
-    first, second = jobs(2, "mpirun")["several things"]
+    first, second = jobs(2)["several things"]
     assert first == second
     assert first["fp16"] == [-float(np.float16(1 / 3))]
     for way in ("least share", "least share, sparse", "least share, fixed order"):
@@ -400,7 +397,7 @@ def _sums_beside_gradients() -> dict[str, Any]:
 
 def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can(jobs: Jobs) -> None:
     """As each step's loss does: a message of its own would cost each step one more synchronisation of the ranks."""
-    first, second = jobs(2, "mpirun")["sums beside"]
+    first, second = jobs(2)["sums beside"]
     assert first == second
     for way, seen in first.items():
         moved = {"average": -2.5, "fp16": -2.5, "passes": 0.0}.get(way, -5.0)
@@ -445,7 +442,7 @@ def _updates_in_process_set() -> dict[str, float]:
 
 
 def test_a_process_set_averages_among_its_members_only(jobs: Jobs) -> None:
-    alone, *members = jobs(3, "mpirun")["process set"]
+    alone, *members = jobs(3)["process set"]
     assert alone == dict.fromkeys(alone, -1.0)
     for ended in members:
         assert ended == dict.fromkeys(alone, -2.5)
@@ -499,7 +496,7 @@ def _fit(poisoned: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_fit_equals_one_process_on_all_the_data(n: int, jobs: Jobs) -> None:
-    ranks = jobs(n, "mpirun")["fit"]
+    ranks = jobs(n)["fit"]
     for rank in ranks:
         assert rank["begins"] == ranks[0]["begins"]
         assert rank["weights"] == ranks[0]["weights"]
@@ -511,7 +508,7 @@ def test_fit_equals_one_process_on_all_the_data(n: int, jobs: Jobs) -> None:
 
 def test_ranks_skip_a_step_together_when_one_overflows(jobs: Jobs) -> None:
     """Under mixed_float16 Keras wraps the optimizer in a LossScaleOptimizer; one rank's gradients are not finite."""
-    ranks = jobs(2, "mpirun")["overflow"]
+    ranks = jobs(2)["overflow"]
     assert [rank["optimizer"] for rank in ranks] == ["LossScaleOptimizer"] * 2
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert np.isfinite(ranks[0]["weights"]).all() and ranks[0]["weights"] != ranks[0]["begins"]

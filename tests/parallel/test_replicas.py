@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.options import FEW, SMALL_NET
-from tests.ranks import Jobs, command, once, run_all
+from tests.ranks import Jobs, command, run_all
 
 # Options that check the ranks, and the step after which they find the drift.
 CHECKS = [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
@@ -38,7 +38,7 @@ def jobs(folder: Path) -> Jobs:
             **{f"drift {step}": drift(f"drift {step}", options) for options, step in CHECKS},
         },
     }
-    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=300))
+    return cache(lambda n: run_all(functions[n], n, timeout=300))
 
 
 def _differences() -> list[str | None]:
@@ -70,7 +70,7 @@ def _differences() -> list[str | None]:
 
 
 def test_the_first_variable_that_differs_is_named_with_sides_and_amount(jobs: Jobs) -> None:
-    first, *others = jobs(3, "mpirun")["differences"]
+    first, *others = jobs(3)["differences"]
     assert all(other == first for other in others)
     alike, one_bit, several, zeros = first
     assert alike is None
@@ -125,7 +125,7 @@ def _drift(run_dir: str, options: list[str], at_the_end: bool = False) -> dict[s
 
 def test_a_summary_says_that_ranks_ended_with_other_weights(jobs: Jobs, folder: Path) -> None:
     """They differ after the last comparison: only the summary's digests show it."""
-    jobs(2, "mpirun")
+    jobs(2)
     summary = json.loads((folder / "late drift" / "summary.json").read_text())
     assert summary["replicas_identical"] is False
     first, second = summary["weights_sha256_by_rank"]
@@ -138,7 +138,7 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
 ) -> None:
     """It is found before the checkpoint of step 8, or by the check after step 7."""
     run_dir = folder / f"drift {step}"
-    first, second, third = jobs(3, "mpirun")[f"drift {step}"]
+    first, second, third = jobs(3)[f"drift {step}"]
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
     (line,) = first["errors"]
     assert f"ranks are out of sync after step {step}: " in line

@@ -16,7 +16,7 @@ import pytest
 from hvd_cifar import cli, config
 from hvd_cifar.errors import UserError
 from hvd_cifar.fields import read_file
-from tests.ranks import CHECKOUT, LAUNCHERS, environment
+from tests.ranks import CHECKOUT, environment, mpirun
 
 # A command, and then options of it that are wrong: alone, or together.
 WRONG_LINES = """
@@ -97,7 +97,7 @@ def test_a_file_that_is_wrong_on_one_host_is_told_once(lacking: str, said: str, 
     program += "cli.main(['train', '--config', 'settings.yaml'])"
     rank = "export OMPI_COMM_WORLD_LOCAL_RANK=$((OMPI_COMM_WORLD_RANK / 2)); "  # of two hosts
     rank += f'case $OMPI_COMM_WORLD_RANK in [{lacking}]) exec {sys.executable} -c "$0";; esac; exec sleep 60'
-    words = [word.format(n=3) for word in LAUNCHERS["mpirun"]] + ["sh", "-c", rank, program]
+    words = [*mpirun(3), "sh", "-c", rank, program]
     env = environment({"PYTHONPATH": str(CHECKOUT)})
     done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
     told = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
