@@ -28,10 +28,3 @@ def three_hosts(need_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """Three hosts for all tests of a module: leave them as they were."""
     with cluster(3, tmp_path_factory.mktemp("three") / "cluster") as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def four_hosts(need_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four hosts for all tests of a module: leave them as they were."""
-    with cluster(4, tmp_path_factory.mktemp("four") / "cluster") as made:
-        yield made

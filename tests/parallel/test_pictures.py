@@ -1,4 +1,4 @@
-"""A folder of pictures, from its files to a prediction: on 1, 2 and 3 ranks the same; the examples of nets for it."""
+"""A folder of pictures, from its files to a prediction, by the examples of nets for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests import pictures
-from tests.options import RESNET8
 from tests.ranks import CHECKOUT, environment, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -25,32 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pictures") / "shapes"
     pictures.fill(path, COUNT)
     return path
-
-
-def _train(dataset: str, run_dir: str, options: dict[str, Any]) -> dict[str, Any]:
-    import hvd_cifar
-
-    common = {"dataset": f"folder:{dataset}", "image_size": 64, "run_dir": run_dir, "eval_every": 0}
-    summary = hvd_cifar.train(RESNET8, **{**common, "max_steps": 4, "learning_rate": 0.01, **options})
-    return {name: summary[name] for name in ("weights_sha256", "test_loss", "test_examples")}
-
-
-def test_bits_are_the_same_on_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
-    options = {"virtual_shards": 4, "global_batch_size": 20, "precision": "float32"}
-    one, two, four = (
-        run_ranks(_train, ranks, str(folder), str(tmp_path / str(ranks)), options, deterministic=True, timeout=400)[0]
-        for ranks in (1, 2, 4)
-    )
-    assert one["weights_sha256"] == two["weights_sha256"] == four["weights_sha256"]
-    assert one["test_examples"] == 4 * -(-COUNT // 4 // 10)
-
-
-def test_three_ranks_train_as_one(folder: Path, tmp_path: Path) -> None:
-    options = {"global_batch_size": 20, "precision": "float64", "sync_batch_norm": True}
-    one, three = (
-        run_ranks(_train, ranks, str(folder), str(tmp_path / str(ranks)), options, timeout=400)[0] for ranks in (1, 3)
-    )
-    assert three["test_loss"] == pytest.approx(one["test_loss"], rel=1e-10)
 
 
 def _launch(*words: Any, cwd: Path, **variables: str) -> str:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import jobs, runs
-from hvd_cifar.training.checkpoint import damage, listed
 from tests.options import FEW, OF_ANY_SIZE, PACE, SMALL_NET
 from tests.ranks import CHECKOUT, command, environment, run_ranks
 from tests.small import EXAMPLES
@@ -80,35 +77,6 @@ def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     for one, other in zip(_examples(whole), _examples(cut), strict=True):
         assert sorted(sum(one["ranks"], [])) == sorted(sum(other["ranks"], []))
     assert runs.summary(cut)["test_accuracy"] == runs.summary(whole)["test_accuracy"]
-
-
-def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    course = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 2, "--max-steps"]
-    train = partial(_train, 1, run_dir)
-    code, _, errors = train(*course, 10)
-    assert code == 0, errors
-    losses = runs.losses(run_dir)
-    data = run_dir / "checkpoints" / "step-10" / "state.npz"
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-    cut = run_dir / "checkpoints" / "step-8" / "state.npz"
-    cut.write_bytes(cut.read_bytes()[:100])
-    metrics = run_dir / "metrics.jsonl"
-    metrics.write_bytes(b"\xff" + metrics.read_bytes())
-
-    code, said, errors = train(*course, 12)
-    assert code == 0 and "step-6 at step 6" in said, errors
-    told = [line for line in errors if "warning" in line]
-    assert [re.findall(r"step-\d+", line) for line in told[:2]] == [["step-10", "step-6"], ["step-8", "step-6"]]
-    assert told[2:] == [f"hvd_cifar: warning: {metrics}: 1 damaged line removed"]
-    found = runs.losses(run_dir)
-    assert list(found) == list(range(2, 13))  # the damaged line was of step 1
-    assert [found[step] for step in range(2, 11)] == pytest.approx([losses[step] for step in range(2, 11)], rel=1e-12)
-    kept = listed(run_dir)
-    assert [path.name for path in kept] == [f"step-{step}" for step in (12, 10, 8, 6, 4)]
-    assert [damage(path) for path in kept] == [None] * 5
 
 
 def test_the_batch_of_a_run_stays_on_other_ranks(tmp_path: Path) -> None:

@@ -155,25 +155,3 @@ def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
     (tmp_path / compiled.LIBRARY).parent.mkdir(parents=True)
     (tmp_path / compiled.LIBRARY).write_bytes(b"\x7fELF of somebody else's")
     assert compiled.operations.__wrapped__() is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "has", "quicker"),
-    [
-        ((3, 3, 16, 16), "float32", "", True),
-        ((3, 3, 3, 16), "float32", "", False),
-        ((5, 5, 32, 32), "float32", "dots", False),
-        ((3, 3, 32, 32), "bfloat16", "", False),
-        ((3, 3, 16, 16), "bfloat16", "dots", True),
-        ((5, 5, 32, 32), "bfloat16", "dots", True),
-        ((3, 3, 32, 32), "bfloat16", "tiles, dots", False),
-    ],
-)
-def test_where_they_are_quicker(
-    shape: tuple[int, ...], dtype: str, has: str, quicker: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "operations", lambda: object())
-    monkeypatch.setattr(compiled, "told", lambda question: int(question in has))
-    assert compiled.is_quicker(shape, dtype) == quicker
-    monkeypatch.setattr(compiled, "operations", lambda: None)
-    assert not compiled.is_quicker(shape, dtype)
