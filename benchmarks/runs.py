@@ -19,9 +19,9 @@ def steps(run_dir: Path) -> list[int]:
     return [e["step"] for e in events(run_dir) if e["event"] == "train"]
 
 
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
+def events(run_dir: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The lines of a run's file."""
+    path = run_dir / file
     found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:

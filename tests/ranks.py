@@ -237,6 +237,26 @@ def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
         _end_all(process, mark)
 
 
+def wait_for(
+    condition: Callable[[], Any], what: str, seconds: float = 120, job: "subprocess.Popen[Any] | None" = None
+) -> None:
+    """Wait until something holds; fails after a time that no sound machine needs, and where `job` ends before."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and (job is None or job.poll() is None), f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """The command lines of all processes that have a run's folder in theirs."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(run_dir) in process.cmdline():
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def _marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
     """The variable by which `_end_all` finds a job's processes. A test run in a test has both marks."""
     return {JOB: f"{env.get(JOB, '')} {mark}"}

@@ -1,10 +1,12 @@
-"""Folders of runs, as readers find them: written by hand, with numbers that a test knows."""
+"""Folders of runs: written by hand, with numbers that a test knows; and what real runs have used."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks import runs
 
 CONFIG: dict[str, Any] = {
     "model": "tutorial",
@@ -77,3 +79,15 @@ def write_run(
     if confusion:
         (run_dir / "confusion.json").write_text(json.dumps(confusion))
     return run_dir
+
+
+def examples(run_dir: Path) -> dict[int, list[int]]:
+    """The examples of each step over all ranks, in order, by --record-examples; every step is there once."""
+    entries = runs.events(run_dir, "examples.jsonl")
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    return {entry["step"]: sorted(sum(entry["ranks"], [])) for entry in entries}
+
+
+def used(by_step: dict[int, list[int]], first: int, last: int) -> list[int]:
+    """The examples of the steps first .. last, in order."""
+    return sorted(sum((by_step[step] for step in range(first, last + 1)), []))

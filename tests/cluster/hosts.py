@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +31,13 @@ from typing import Any
 import psutil
 
 from hvd_cifar.runtime.process import signalled_with_parent
+from tests.ranks import wait_for
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 SBIN = "/usr/sbin:/sbin"
 PREFIX = "10.77.0"
 INTERFACE = "eth0"
 UNSHARE = ["unshare", "--fork", "--kill-child=KILL"]
-START_SECONDS = 20.0
 BURST = "32k"  # of a limited link, bytes
 # Bytes. `tbf` cuts packets larger than its burst into frames on the processor: 4 MB take 25 ms of it instead of 4.
 # A real network card cuts packets itself.
@@ -230,8 +229,7 @@ class Cluster:
             (host.files / "bashrc").write_text(f'export PATH="{sys.base_prefix}/bin:$PATH"\n')
             self.set_names(host, self.names())
             self.boot(host)
-        for host in self.hosts:
-            _wait_until(lambda host=host: host.run(["ssh", host.name, "true"]).returncode == 0, f"{host.name}'s sshd")
+        wait_for(lambda: all(host.run(["ssh", host.name, "true"]).returncode == 0 for host in self.hosts), "the sshds")
 
     def boot(self, host: Host) -> None:
         """Turn a host on."""
@@ -286,15 +284,8 @@ def _first_process(words: list[str], name: str, log: Path | None = None) -> tupl
         found[:] = [child for child in psutil.Process(process.pid).children() if child.name() == name]
         return bool(found)
 
-    _wait_until(is_there, name)
+    wait_for(is_there, name)
     return process, found[0].pid
-
-
-def _wait_until(condition: Any, what: str) -> None:
-    end = time.monotonic() + START_SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"no {what}"
-        time.sleep(0.05)
 
 
 def _must(words: list[str]) -> None:

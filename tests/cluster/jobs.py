@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +37,7 @@ def training(data: Path, run_dir: Path, *options: str) -> list[str]:
     return ["train", "--model", SMALL_NET, *place, *short, *options]
 
 
-def losses(run_dir: Path) -> list[float]:
-    """The loss of each step, as the run wrote it."""
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if "learning_rate" in event]
-
-
 def recorded(run_dir: Path) -> dict[str, Any]:
     """What a run wrote down about itself at its start."""
     found: dict[str, Any] = json.loads((run_dir / "config.json").read_text())["run"]
     return found
-
-
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
-    """Return when something has come true; fail after a time that no sound machine needs."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.1)

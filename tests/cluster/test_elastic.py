@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks import runs
 from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import launcher, losses, training, variables, wait_for
+from tests.cluster.jobs import launcher, training, variables
 from tests.options import slow_until
+from tests.ranks import wait_for
+from tests.run_dirs import examples
 
 STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]
@@ -52,14 +54,6 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
 
     alone = first.run([*launcher(), "-np", "1", *training(embedded, three_hosts.own / "alone", *OPTIONS)], timeout=300)
     assert alone.returncode == 0, alone.stderr
-    found, expected = (losses(first.files / name) for name in ("run", "alone"))
+    found, expected = (runs.losses(first.files / name) for name in ("run", "alone"))
     assert len(found) == STEPS and found == pytest.approx(expected, rel=1e-9)
-    assert _examples(first.files / "run") == _examples(first.files / "alone")
-
-
-def _examples(run_dir: Path) -> dict[int, list[int]]:
-    """The examples of each step, in order; every step is there once."""
-    events = [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
-    found = {event["step"]: sorted(example for rank in event["ranks"] for example in rank) for event in events}
-    assert len(found) == len(events)
-    return found
+    assert examples(first.files / "run") == examples(first.files / "alone")

@@ -12,7 +12,8 @@ from benchmarks import runs
 from hvd_cifar.errors import STALLED
 from hvd_cifar.runtime.watch import HANGS
 from tests.cluster.hosts import Cluster, Host
-from tests.cluster.jobs import launcher, training, variables, wait_for
+from tests.cluster.jobs import launcher, training, variables
+from tests.ranks import wait_for
 
 LATEST = 30  # s from the time-out to the end
 
@@ -28,7 +29,7 @@ def test_a_host_that_cannot_be_reached(
     output = tmp_path / "output"
     with output.open("wb") as file:
         job = first.start(words, env=variables(first), stdout=file, stderr=file)
-    wait_for(lambda: max(runs.losses(tmp_path / "run"), default=0) >= 5 or job.poll() is not None, "steps", 200)
+    wait_for(lambda: max(runs.losses(tmp_path / "run"), default=0) >= 5, "steps", 200, job)
     fault(two_hosts, second)
     began = time.monotonic()
     try:

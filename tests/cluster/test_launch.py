@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from tests.cluster.hosts import Cluster, Host
-from tests.cluster.jobs import launcher, losses, recorded, training, variables, wait_for
+from tests.cluster.jobs import launcher, recorded, training, variables
+from tests.ranks import wait_for
 
 EXACT = ["--precision", "float64", "--threads-per-rank", "1"]
 # Without the watchdog: mpirun notices a lost host by itself.
@@ -34,15 +36,15 @@ def _launch(host: Host, words: list[str | Path], timeout: float = 300) -> subpro
 
 
 @pytest.fixture(scope="module")
-def alone(three_hosts: Cluster, data: Path) -> list[float]:
+def alone(three_hosts: Cluster, data: Path) -> dict[int, float]:
     """The losses of one rank with the same global batch."""
     run_dir = three_hosts.own / "alone"
     done = _launch(three_hosts[0], ["-np", "1", *training(data, run_dir, *EXACT)])
     assert done.returncode == 0, done.stderr
-    return losses(three_hosts[0].files / "alone")
+    return runs.losses(three_hosts[0].files / "alone")
 
 
-def test_hosts_with_uneven_slots_train_as_one(three_hosts: Cluster, data: Path, alone: list[float]) -> None:
+def test_hosts_with_uneven_slots_train_as_one(three_hosts: Cluster, data: Path, alone: dict[int, float]) -> None:
     first, name, slots = three_hosts[0], "together", (2, 1, 1)
     words: list[str | Path] = ["-np", str(sum(slots)), "--hostfile", three_hosts.hostfile(*slots)]
     done = _launch(first, [*words, *training(data, three_hosts.own / name, *EXACT)])
@@ -54,7 +56,7 @@ def test_hosts_with_uneven_slots_train_as_one(three_hosts: Cluster, data: Path, 
     assert facts["hosts"] == [f"node{i}" for i, count in enumerate(slots, 1) for _ in range(count)]
     assert facts["local_ranks"] == [rank for count in slots for rank in range(count)]
     assert facts["controller"] == "mpi"
-    found = losses(first.files / name)
+    found = runs.losses(first.files / name)
     assert len(found) == 4
     assert found == pytest.approx(alone, rel=1e-12)
     assert not any(host.processes() for host in three_hosts)
@@ -73,8 +75,7 @@ def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[], subproces
         words += training(data, three_hosts.own / "endless", "--resume", "never", *ENDLESS)
         with output.open("wb") as file:
             process = three_hosts[0].start(words, env=variables(three_hosts[0]), stdout=file, stderr=file)
-        wait_for(lambda: b"step 2, loss" in output.read_bytes() or process.poll() is not None, "step 2", 300)
-        assert process.poll() is None, output.read_text()
+        wait_for(lambda: b"step 2, loss" in output.read_bytes(), "step 2", 300, process)
         assert all(host.processes("-m hvd_cifar train") for host in three_hosts)
         return process
 

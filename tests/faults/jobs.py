@@ -19,7 +19,7 @@ from hvd_cifar.runtime.environment import elastic_job
 from hvd_cifar.runtime.shared_memory import folder_of
 from hvd_cifar.training import checkpoint
 from tests.options import PACE, SMALL
-from tests.ranks import CHECKOUT, environment
+from tests.ranks import CHECKOUT, environment, processes_of
 
 PACED = ("--callbacks", PACE)
 # The same weights on any number of ranks: those of the fixture `alone`.
@@ -45,12 +45,7 @@ class Running:
 
     def left(self) -> list[str]:
         """The command lines of its processes that still run."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if str(self.run_dir) in process.cmdline():
-                    found.append(" ".join(process.cmdline()))
-        return found
+        return processes_of(self.run_dir)
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Its ranks."""

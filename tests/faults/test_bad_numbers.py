@@ -74,13 +74,12 @@ def _said(jobs: Jobs, name: str) -> str:
 
 
 def _events(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == event]
+    return [line for line in runs.events(run_dir) if line["event"] == event]
 
 
 def _ledger(run_dir: Path) -> dict[int, dict[str, Any]]:
     """By step; each step must be there once."""
-    lines = [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
+    lines = runs.events(run_dir, "examples.jsonl")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return {line["step"]: line for line in lines}
 

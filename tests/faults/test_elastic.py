@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks import runs
 from tests.faults.jobs import COURSE, STEPS, start
+from tests.ranks import wait_for
 
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
 
@@ -46,10 +46,7 @@ def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
         copies = job.copies()
         assert copies.exists()
         job.send(signal.SIGKILL)
-        end = time.monotonic() + 60
-        while (left := job.left()) or copies.exists():
-            assert time.monotonic() < end, left
-            time.sleep(0.1)
+        wait_for(lambda: not job.left() and not copies.exists(), "the end of all", 60)
         assert not (job.run_dir / "summary.json").exists()  # the ranks were ended before they were done
     finally:
         job.end()

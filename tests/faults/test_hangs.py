@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import pytest
 from hvd_cifar.errors import STALLED
 from hvd_cifar.runtime.watch import HANGS, lost_ranks
 from tests.faults.jobs import start
-from tests.ranks import environment
+from tests.ranks import environment, wait_for
 
 SECONDS = 0.4  # the time-out
 # A rank without TensorFlow: it has a watchdog, and meets the other one through files.
@@ -190,18 +190,11 @@ def test_a_pause_of_all_is_no_hang(ranks: Mapping[str, Started]) -> None:
 
 def stop_for_a_while(one: Started) -> None:
     """As on a laptop that sleeps; rank 1 sleeps for longer, but for less than the time-out after the other one."""
-    wait_until((one.folder / "20.0").exists)
+    wait_for((one.folder / "20.0").exists, "step 20")
     for number, rank, seconds in (("STOP", 0, 0), ("STOP", 1, 1.8), ("CONT", 0, 1.1), ("CONT", 1, 0)):
         one.ranks[rank].send_signal(signal.Signals[f"SIG{number}"])
         time.sleep(seconds)
     (one.folder / "paused").touch()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 FAULTS = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import pytest
 from benchmarks import runs
 from tests.faults.jobs import COURSE, Running, start
 from tests.options import PACE
+from tests.run_dirs import examples
 
 OPTIONS = [*COURSE, "--checkpoint-every", 25, "--eval-every", 25, "--record-examples"]
 COPIES = "ElasticCopies.on_step"
@@ -87,7 +87,7 @@ def test_killed_at_each_moment(alone: Path, embedded: Path, tmp_path: Path, monk
     assert not list(shared.iterdir()) and not list(sessions.glob("ompi.*/pid.*"))
     assert runs.losses(job.run_dir) == runs.losses(alone)
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
-    assert _examples(job.run_dir) == _examples(alone)
+    assert examples(job.run_dir) == examples(alone)
 
 
 def _kill_while_starting(job: Running, chance: random.Random) -> None:
@@ -106,11 +106,3 @@ def _kill_at_once(processes: Iterable[psutil.Process]) -> None:
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in found:
             process.send_signal(number)
-
-
-def _examples(run_dir: Path) -> dict[int, list[int]]:
-    """The examples of each step, in order; every step is there once."""
-    events = [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
-    found = {event["step"]: sorted(example for rank in event["ranks"] for example in rank) for event in events}
-    assert len(found) == len(events)
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 from functools import partial
@@ -26,8 +25,7 @@ SHORT = [*EVALUATED, "--max-steps", 60, "--virtual-shards", 2, "--global-batch-s
 
 
 def _evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {e["step"]: e for e in events if e["event"] == "validation"}
+    return {e["step"]: e for e in runs.events(run_dir) if e["event"] == "validation"}
 
 
 def _validators(job: Running) -> list[psutil.Process]:

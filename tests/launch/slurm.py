@@ -22,9 +22,9 @@ from pathlib import Path
 
 from tests.cluster import hosts as namespaces
 from tests.cluster.hosts import Cluster, Host
+from tests.ranks import wait_for
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
-START_SECONDS = 90.0
 # Two partitions of the same nodes: a job in `urgent` takes the nodes from one in `normal`, which goes back in the queue
 # after a grace time in which it is told, as it is before its time limit. A job waits after a requeue for as long as
 # its credential might still be used (cred_expire), at most sites for two minutes.
@@ -147,7 +147,8 @@ def slurm(nodes: int, cpus: int, folder: Path) -> Iterator[Slurm]:
         for host in cluster:
             words = ["slurmd", "-D", "-N", host.name]
             host.start(words, env=site.variables(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _wait_until_idle(site, nodes)
+        states = ["sinfo", "--noheader", "--Node", "--partition", "normal", "--format", "%T"]
+        wait_for(lambda: site.run(states).stdout.split() == ["idle"] * nodes, f"idle nodes; see {site.folder}/*.log")
         yield site
 
 
@@ -163,18 +164,5 @@ def _start_munge(host: Host) -> Path:
     files = [f"--{name}-file={folder / name}" for name in ("log", "pid", "seed")]
     words = ["munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={key}", *files]
     host.start(words, stdout=subprocess.DEVNULL, stderr=(folder / "stderr").open("wb"))
-    end = time.monotonic() + START_SECONDS
-    while not socket.exists():
-        assert time.monotonic() < end, (folder / "stderr").read_text()
-        time.sleep(0.05)
+    wait_for(socket.exists, f"munge's socket; see {folder}/stderr")
     return socket
-
-
-def _wait_until_idle(site: Slurm, nodes: int) -> None:
-    end = time.monotonic() + START_SECONDS
-    while True:
-        done = site.run(["sinfo", "--noheader", "--Node", "--partition", "normal", "--format", "%T"])
-        if done.stdout.split() == ["idle"] * nodes:
-            return
-        assert time.monotonic() < end, f"{done.stdout}{done.stderr}{site.logs()}"
-        time.sleep(0.1)

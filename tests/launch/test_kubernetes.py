@@ -13,9 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
+from benchmarks import runs
 from tests.cluster import jobs
 from tests.cluster.hosts import Cluster, cluster, reason_to_skip
-from tests.ranks import CHECKOUT
+from tests.ranks import CHECKOUT, wait_for
 
 JOB = yaml.safe_load((CHECKOUT / "deploy" / "mpijob.yaml").read_text())
 SCHEMA = json.loads(Path(__file__).with_name("mpijob-v2beta1.json").read_text())
@@ -96,7 +97,7 @@ def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, embedded: P
     pods.set_names(first, _names(pods, 1))
     with errors.open("wb") as file:
         job = first.start(words, env=env, stdout=subprocess.PIPE, stderr=file)
-    jobs.wait_for(lambda: b"waiting for" in errors.read_bytes() or job.poll() is not None, "the script to wait")
+    wait_for(lambda: b"waiting for" in errors.read_bytes(), "the script to wait", job=job)
     time.sleep(1.5)
     assert job.poll() is None, errors.read_text()
     pods.set_names(first, _names(pods, 2))
@@ -106,7 +107,7 @@ def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, embedded: P
     facts = jobs.recorded(run_dir)
     assert facts["hosts"] == [name.partition(".")[0] for name in NAMES]
     assert facts["local_ranks"] == [0, 0]
-    assert len(jobs.losses(run_dir)) == 4
+    assert len(runs.losses(run_dir)) == 4
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
 
 

@@ -10,13 +10,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hvd_cifar import cli
@@ -26,7 +24,7 @@ from hvd_cifar.launch.command import parse
 from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.settings import LaunchSettings, launcher_option
 from tests.options import PACE, SMALL
-from tests.ranks import CHECKOUT
+from tests.ranks import CHECKOUT, processes_of, wait_for
 
 RUN_SH = str(CHECKOUT / "run.sh")
 MODULE = ["python", "-m", "hvd_cifar"]
@@ -127,28 +125,6 @@ def test_help_from_anywhere(tmp_path: Path) -> None:
             cli.check([*request.command])
 
 
-def _wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None, timeout: float = 120
-) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end
-        assert process is None or process.poll() is None, "ended too early"
-        time.sleep(0.1)
-
-
-def _processes_of(run_dir: Path) -> list[psutil.Process]:
-    """All processes of a run: those with its folder in their command lines."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(run_dir) in process.cmdline():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def test_kill_leaves_no_rank_behind(embedded: Path, tmp_path: Path) -> None:
     """Neither do MPI's files stay, nor its shared memory: mpirun is signalled once."""
     words, output = [RUN_SH, "-np", "2", *_train(embedded, tmp_path / "run"), *LONG], tmp_path / "output"
@@ -156,14 +132,14 @@ def test_kill_leaves_no_rank_behind(embedded: Path, tmp_path: Path) -> None:
         env = _environment() | {"TMPDIR": sessions, "OMPI_MCA_btl_vader_backing_directory": sessions}
         process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
         try:
-            _wait_for(lambda: b"step 10," in output.read_bytes(), process)
-            assert len(_processes_of(tmp_path / "run")) >= 3  # two ranks and what started them
+            wait_for(lambda: b"step 10," in output.read_bytes(), "step 10", job=process)
+            assert len(processes_of(tmp_path / "run")) >= 3  # two ranks and what started them
             files = [*Path(sessions).glob("ompi.*/pid.*"), *Path(sessions).glob("vader_segment.*")]
             assert len(files) == 3
             process.kill()
             process.wait()
-            _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=30)
-            _wait_for(lambda: not any(map(Path.exists, files)), timeout=30)
+            wait_for(lambda: not processes_of(tmp_path / "run"), "the end of all", 30)
+            wait_for(lambda: not any(map(Path.exists, files)), "MPI to tidy up", 30)
         finally:
             process.kill()
 
@@ -191,7 +167,7 @@ def test_ctrl_c_in_a_terminal(embedded: Path, tmp_path: Path) -> None:
         pass
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == RESUME, seen.decode()[-3000:]
-    _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=30)
+    wait_for(lambda: not processes_of(tmp_path / "run"), "the end of all", 30)
     counts = {int(count.replace(b",", b"")) for count in re.findall(rb"step ([\d,]+) of [\d,]+", seen)}
     assert len(counts) > 1 and max(counts) >= 20, "no progress bar that moves"
     assert b"\x1b[?25h" in seen, "the cursor stays hidden"
@@ -232,7 +208,7 @@ def test_a_second_checkout_with_spaces_in_its_path(embedded: Path, tmp_path: Pat
     first = subprocess.Popen(
         [run_sh, "setup", *["--gpu"] * options.gpu], env=env, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    _wait_for(lambda: (venv / "bin" / "pip").exists(), first)
+    wait_for((venv / "bin" / "pip").exists, "pip", job=first)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     assert installer.read_record(venv)["complete"] is False

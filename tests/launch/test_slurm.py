@@ -9,14 +9,14 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks import runs
 from tests.cluster import jobs
 from tests.launch.slurm import Slurm, reason_to_skip, slurm
 from tests.options import SMALL_NET
-from tests.ranks import CHECKOUT
+from tests.ranks import CHECKOUT, wait_for
 
 BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
@@ -93,14 +93,9 @@ def test_a_job_outlives_preemption(site: Slurm, checkout: Path, embedded: Path, 
         words += ["--eval-every", "0", "--callbacks", f"{tmp_path}/slow.py:Slow"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
 
-    def steps(name: str) -> dict[int, Any]:
-        path = tmp_path / name / "metrics.jsonl"
-        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return {event["step"]: event["loss"] for event in events if "learning_rate" in event}
-
     cut = submit("cut")
     site.wait_for(cut, "RUNNING")
-    jobs.wait_for(lambda: 3 in steps("cut"), "step 3", 300)
+    wait_for(lambda: 3 in runs.losses(tmp_path / "cut"), "step 3", 300)
     whole = submit("whole", "--partition=urgent")
     site.wait_for(whole, "COMPLETED")
     first = (tmp_path / "cut.out").read_text()
@@ -113,6 +108,6 @@ def test_a_job_outlives_preemption(site: Slurm, checkout: Path, embedded: Path, 
     assert (tmp_path / "cut.out").read_text().count("resumed from") == 1
     facts = jobs.recorded(tmp_path / "cut")
     assert (facts["hosts"], facts["local_ranks"]) == (["node1", "node2"], [0, 0])
-    assert list(steps("whole")) == list(range(1, STEPS + 1))
-    assert steps("cut") == steps("whole")
+    whole_losses = runs.losses(tmp_path / "whole")
+    assert list(whole_losses) == list(range(1, STEPS + 1)) and runs.losses(tmp_path / "cut") == whole_losses
     assert not site.front.processes("hvd_cifar")

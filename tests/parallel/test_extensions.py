@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import runs
 from hvd_cifar import extensions
 from hvd_cifar.config import RunOptions
 from tests.options import FEW, SMALL_NET
@@ -88,7 +88,6 @@ def test_a_callback_keeps_a_number_of_its_own_in_the_checkpoint(tmp_path: Path) 
     """The example: a running mean of the gradient's norm, computed in the step, saved, logged and summed up."""
     for whole, first, resumed in run_ranks(_norms, 2, str(tmp_path), deterministic=True):
         assert resumed == whole and first != whole and whole[0] > 0
-    lines = map(json.loads, (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines())
-    norms = {line["step"]: line["mean"] for line in lines if line["event"] == "gradient_norm"}
+    norms = {e["step"]: e["mean"] for e in runs.events(tmp_path / "cut") if e["event"] == "gradient_norm"}
     assert set(norms) == {2, 3, 4, 6}
     assert len(Path(EXAMPLE).read_text().splitlines()) <= 40

@@ -10,6 +10,7 @@ from benchmarks import runs
 from hvd_cifar.data import sampler
 from tests.options import FEW, SMALL_NET
 from tests.ranks import command, run_ranks
+from tests.run_dirs import examples, used
 from tests.small import EXAMPLES
 
 HELD, BATCH = EXAMPLES - 160, 32  # what is left makes epochs of 5 steps
@@ -25,10 +26,6 @@ def _command(n: int, *words: Any) -> str:
     return "\n".join(ranks[0]["said"])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train = ["train", "--model", SMALL_NET, "--dataset", FEW, "--run-dir", run_dir, *OPTIONS, "--early-stopping"]
@@ -40,7 +37,7 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(tmp_p
     _command(1, *train, 4)
     summary = runs.summary(run_dir)
     assert summary["steps"] == 20 and summary["best_evaluation"]["step"] == 4 and summary["evaluations_missing"] == []
-    events = _lines(run_dir / "metrics.jsonl")
+    events = runs.events(run_dir)
     by_step = {e["step"]: e["validation_accuracy"] for e in events if e["event"] == "validation"}
     assert list(by_step) == [4, 8, 12, 16, 20]
     assert set(by_step.values()) == {summary["best_evaluation"]["validation_accuracy"]}
@@ -49,11 +46,9 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(tmp_p
     assert not (run_dir / "snapshots").exists()
 
     left = sampler.held_out(0, EXAMPLES, HELD)[0].tolist()
-    record = _lines(run_dir / "examples.jsonl")
-    assert [entry["step"] for entry in record] == list(range(1, 21)) and {len(e["ranks"]) for e in record} == {1, 2}
-    for epoch in range(4):
-        used = [i for entry in record[5 * epoch : 5 * epoch + 5] for of_rank in entry["ranks"] for i in of_rank]
-        assert sorted(used) == left, epoch
+    record = examples(run_dir)
+    assert len(record) == 20
+    assert all(used(record, 5 * epoch + 1, 5 * epoch + 5) == left for epoch in range(4))
 
     output = tmp_path / "best.json"
     _command(1, "evaluate", "--run-dir", run_dir, "--checkpoint", run_dir / "best", "--output", output)

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import jobs, runs
 from tests.options import FEW, OF_ANY_SIZE, PACE, SMALL_NET
 from tests.ranks import CHECKOUT, command, environment, run_ranks
+from tests.run_dirs import examples, used
 from tests.small import EXAMPLES
 
 BASE = ["--model", SMALL_NET, "--dataset", FEW]
@@ -36,10 +37,6 @@ def _start(n: int, run_dir: Path, *options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         words, env=environment(), cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-
-
-def _examples(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
 
 
 def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
@@ -67,15 +64,10 @@ def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     losses = runs.losses(cut)
     assert runs.steps(cut) == list(range(1, STEPS + 1))  # each step once, and in order
     assert losses == pytest.approx(runs.losses(whole), rel=1e-12)
-    for run_dir in (whole, cut):
-        record = _examples(run_dir)
-        assert [entry["step"] for entry in record] == list(range(1, STEPS + 1))
-        for epoch in range(STEPS // PER_EPOCH):
-            steps = record[epoch * PER_EPOCH : (epoch + 1) * PER_EPOCH]
-            used = [i for entry in steps for of_rank in entry["ranks"] for i in of_rank]
-            assert sorted(used) == list(range(EXAMPLES)), epoch
-    for one, other in zip(_examples(whole), _examples(cut), strict=True):
-        assert sorted(sum(one["ranks"], [])) == sorted(sum(other["ranks"], []))
+    record = examples(whole)
+    assert len(record) == STEPS and examples(cut) == record
+    for first in range(1, STEPS, PER_EPOCH):
+        assert used(record, first, first + PER_EPOCH - 1) == list(range(EXAMPLES)), first
     assert runs.summary(cut)["test_accuracy"] == runs.summary(whole)["test_accuracy"]
 
 

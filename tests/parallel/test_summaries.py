@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from benchmarks import runs
 from tests.options import FEW
 from tests.ranks import command, run_ranks
 
@@ -20,7 +20,7 @@ def test_tensorboard_shows_what_the_run_records(tmp_path: Path) -> None:
     words = ["train", "--model", "tutorial", "--dataset", FEW, "--run-dir", tmp_path / "run", "--batch-size", 16]
     ranks = run_ranks(command, 2, [*words, "--log-every", EVERY, "--eval-every", 0, "--max-steps", STEPS])
     assert [rank["code"] for rank in ranks] == [0, 0], ranks
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    events = runs.events(tmp_path / "run")
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
 
     def curve(tag: str) -> dict[int, float]:

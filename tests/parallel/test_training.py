@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import runs
 from tests.options import FEW, SMALL_NET
 from tests.ranks import command, run_ranks
 from tests.small import EXAMPLES
@@ -45,33 +46,25 @@ def _evaluated(run_dir: Path, output: Path) -> dict[str, Any]:
     return answer
 
 
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def _losses(run_dir: Path) -> dict[int, float]:
-    return {e["step"]: e["loss"] for e in _events(run_dir) if e["event"] == "train"}
-
-
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     base = ("--model", "tutorial", "--dataset", FEW)
     words = ("--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4, "--log-every", 5, "--eval-every", 0)
     ranks = _train(run_dir, *words, base=base)
     assert _codes(ranks) == [0, 0], ranks
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = runs.summary(run_dir)
     promised = (
         "dataset model world_size global_batch_size steps epochs seed precision train_loss test_accuracy test_examples "
         "images_per_second training_seconds weights_sha256 versions"
     )
     assert set(promised.split()) <= set(summary)
     assert (summary["dataset"], summary["model"], summary["world_size"]) == ("small.py:few", "tutorial", 2)
-    assert {e["dataset"] for e in _events(run_dir)} == {"small.py:few"}
+    assert {e["dataset"] for e in runs.events(run_dir)} == {"small.py:few"}
     assert (summary["global_batch_size"], summary["steps"], summary["test_examples"]) == (32, 12, EXAMPLES)
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
     assert summary["replicas_identical"] is True
-    events = _events(run_dir)
+    events = runs.events(run_dir)
     trained = [("train", 5), ("train", 10), ("train", 12)]
     assert [(e["event"], e["step"]) for e in events] == [*trained, ("eval", 12), ("ranks", 12)]
     assert {"epoch", "loss", "learning_rate", "images_per_second"} <= set(events[0])
@@ -122,7 +115,7 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set(embedded: P
     first, second = _train(run_dir, *QUICK, *half, "--max-steps", 2, base=base)
     assert first["code"] == second["code"] == 0, first
     assert "\n".join(first["errors"] + second["errors"]).count("THIS IS NOT CIFAR-10") == 1
-    assert json.loads((run_dir / "summary.json").read_text())["dataset"] == "synthetic"
+    assert runs.summary(run_dir)["dataset"] == "synthetic"
     config = json.loads((run_dir / "config.json").read_text())
     assert (config["dataset"], config["epochs"]) == ("synthetic", 2)
     accuracies = [line for line in first["said"] if "test accuracy" in line]
@@ -139,7 +132,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
     said = "\n".join(ranks[0]["said"])
     assert _codes(ranks) == [0, 0], ranks
     assert "optimizer muon, learning rate 0.002, times" in said
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = runs.summary(run_dir)
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
     assert summary["test_accuracy"] > 0.3  # a net that does not learn stays at 10%, one fed wrong labels too
     assert "cifar10, tutorial: test accuracy" in said
@@ -195,7 +188,7 @@ def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
     assert _codes(ranks) == [0, 0] if kept else [2, 2], ranks
     lines = [line for rank in ranks for line in rank["errors"] if line.startswith("hvd_cifar: ")]
     if kept:
-        assert sorted(_losses(run_dir)) == list(range(5, 41, 5))
+        assert sorted(runs.losses(run_dir)) == list(range(5, 41, 5))
         first, last = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
         assert 10 < first < last == 40
         assert "\n".join(lines).count("could not be written for a while; nothing of it is lost") == 1

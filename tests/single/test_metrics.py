@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.runs import events
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
 
 TRAIN = (10, 0.5, 2.25, 0.1, 1234.5, 0.25)  # arguments of `Reporter.train`
 TESTED = {"accuracy": 0.61, "loss": 1.5, "examples": 10_000}
-
-
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def _report(run_dir: Path, first: int, steps: list[int]) -> None:
@@ -33,7 +29,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter.open(0)
     reporter.train(*TRAIN)
     reporter.evaluation(10, 0.5, TESTED)
-    train, evaluation = _events(tmp_path)
+    train, evaluation = events(tmp_path)
     common = {"dataset": "cifar10", "step": 10, "epoch": 0.5}
     rates = {"learning_rate": 0.1, "images_per_second": 1234.5}
     assert train == {**common, **rates, "event": "train", "loss": 2.25}
@@ -51,7 +47,7 @@ def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
     _report(tmp_path, 30, [40])
-    assert [e["step"] for e in _events(tmp_path)] == [10, 30, 40]
+    assert [e["step"] for e in events(tmp_path)] == [10, 30, 40]
     assert f"hvd_cifar: warning: {path}: 1 damaged line removed\n" in capfd.readouterr().err
 
 
@@ -76,7 +72,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     reporter.catch_up()
     assert not reporter.is_behind and "nothing of it is lost" in capfd.readouterr().err
     reporter.train(3, 0.3, 1.0, 0.1, 100.0, 0.5)
-    found_events = [(e["event"], e["step"]) for e in _events(tmp_path)]
+    found_events = [(e["event"], e["step"]) for e in events(tmp_path)]
     assert found_events == [("train", 1), ("train", 2), ("eval", 2), ("train", 3)]
     found = _by_events(tmp_path / "tensorboard")
     assert (found["images_per_second"], found["cifar10/test_loss"]) == ([1, 2, 3], [2])
@@ -104,7 +100,7 @@ def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path: Path) -> No
     found = _by_events(tmp_path / "tensorboard")
     assert found["images_per_second"] == found["learning_rate"] == [10, 20, 25, 30, 40]
     assert "cifar10/test_loss" not in found  # of step 30, which has no evaluation now
-    assert [e["step"] for e in _events(tmp_path)] == [10, 20, 25, 30, 40]
+    assert [e["step"] for e in events(tmp_path)] == [10, 20, 25, 30, 40]
     _report(tmp_path, 25, [30])
     assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
 
@@ -143,7 +139,7 @@ def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.Capture
         reporter.warn("rank 1 is slow", step=10)
     reporter.say("done")
     assert capfd.readouterr() == ("", "hvd_cifar: rank 1 is slow\n")
-    assert len(_events(tmp_path)) == 2
+    assert len(events(tmp_path)) == 2
     launch, warning = map(json.loads, (tmp_path / "sessions.jsonl").read_text().splitlines())
     assert (launch["ranks"], launch["ends"]) == (2, ["killed"])
     assert (warning["mark"], warning["step"], warning["text"]) == ("warning", 10, "rank 1 is slow")
