@@ -141,8 +141,8 @@ def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path)
     assert sorted(sum(used, [])) == list(range(EXAMPLES))  # every example once in the six steps of the first epoch
 
 
-def _again_in_one_folder(folder: str) -> dict[str, Any]:
-    """Runs in one process and one folder, after ends of every kind; and evaluations of a file that was moved."""
+def _again_in_one_folder(folder: str) -> list[str]:
+    """Runs in one process and one folder, after ends of every kind."""
     import hvd_cifar
 
     mine: dict[str, Any] = {"model": f"{folder}/mine.py:build", "dataset": f"{folder}/mine.py:load"}
@@ -155,22 +155,16 @@ def _again_in_one_folder(folder: str) -> dict[str, Any]:
             return str(error)
 
     ends = [train(steps) for steps in (1, 1, 2)]
-    (Path(folder) / "mine.py").rename(Path(folder) / "moved.py")
-    moved = {"dataset": f"{folder}/moved.py:load"}
-    nets: list[dict[str, Any]] = [{}, {"model": f"{folder}/moved.py:build"}]
-    evaluations = [hvd_cifar.evaluate(mine["run_dir"], **net, **moved)["test_examples"] for net in nets]
-    (Path(folder) / "moved.py").rename(Path(folder) / "mine.py")
     for data in Path(folder, "run", "checkpoints").glob("step-*/state.npz"):
         data.write_bytes(data.read_bytes()[:100])
-    return {"ends": [*ends, train(3), train(3)], "evaluations": evaluations}
+    return [*ends, train(3), train(3)]
 
 
 def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    (found,) = run_ranks(_again_in_one_folder, 1, str(tmp_path))
-    assert found["ends"][:3] == ["1", "1", "2"]  # the second had nothing to do
-    assert all("damaged checkpoint" in end for end in found["ends"][3:]), found["ends"]
-    assert found["evaluations"] == [20, 20]  # by the run's copy of the file, and by the file that is named
+    (ends,) = run_ranks(_again_in_one_folder, 1, str(tmp_path))
+    assert ends[:3] == ["1", "1", "2"]  # the second had nothing to do
+    assert all("damaged checkpoint" in end for end in ends[3:]), ends
 
 
 MINE = """
@@ -200,9 +194,6 @@ def three_logits(image_shape, classes):
 
 def augments(image_shape, classes):
     return build(image_shape, classes), Recipe(augmentation=lambda image: image)
-
-def broken(image_shape, classes):
-    raise KeyError("no such layer")
 
 class NeedsPath(Callback):
     def __init__(self, path):
@@ -244,7 +235,6 @@ WRONG = [
     (("--dataset", "mine.py:build"), "--dataset"),
     (("--callbacks", "mine.py:load"), "--callbacks"),
     (("--callbacks", "mine.py:NeedsPath"), "called without arguments: TypeError: NeedsPath.__init__() missing"),
-    (("--model", "mine.py:broken"), "KeyError: 'no such layer'"),
 ]
 
 

@@ -48,18 +48,9 @@ def _bits(state: TrainState) -> list[bytes]:
 
 
 @settings(max_examples=15)
-@given(PARTS)
-def test_what_is_registered_survives_save_and_restore(parts: list[Part]) -> None:
-    saved, other = _state(parts, 1), _state(parts, 2)
-    with tempfile.TemporaryDirectory() as folder:
-        restore(other, write(Path(folder), 5, values_of(saved)))
-    assert _bits(other) == _bits(saved)
-
-
-@settings(max_examples=15)
 @given(PARTS, PARTS)
-def test_a_checkpoint_without_a_part_gives_it_its_initial_values(parts: list[Part], more: list[Part]) -> None:
-    """A callback that is new in a resumed run; and one that is gone, whose variables are passed over."""
+def test_what_is_registered_survives_a_checkpoint(parts: list[Part], more: list[Part]) -> None:
+    """A part that it lacks gets its initial values; one that is gone is passed over."""
     saved, other = _state(parts, 1), _state([*parts, *more], 2)
     with tempfile.TemporaryDirectory() as folder:
         restore(other, write(Path(folder), 5, values_of(saved)))
