@@ -184,6 +184,16 @@ def command(words: Sequence[Any]) -> dict[str, Any]:
     return {"code": code, "said": said, "errors": errors}
 
 
+def run_command(n: int, *words: Any, code: int = 0, **how: Any) -> list[dict[str, Any]]:
+    """Run a command line of the package on `n` ranks, which must end with this code: what `command` returns, by rank.
+
+    `how`: as in `run_all`.
+    """
+    ranks = run_ranks(command, n, words, **how)
+    assert [rank["code"] for rank in ranks] == [code] * n, ranks
+    return ranks
+
+
 @contextmanager
 def _lines_of(stream: int) -> Iterator[list[str]]:
     """The lines that are written to a file descriptor in the block, which fill the list at its end."""

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import jobs, runs
 from tests.options import FEW, OF_ANY_SIZE, PACE, SMALL_NET
-from tests.ranks import CHECKOUT, command, environment, run_ranks
+from tests.ranks import CHECKOUT, environment, run_command, run_ranks
 from tests.run_dirs import examples, used
 from tests.small import EXAMPLES
 
@@ -24,11 +24,9 @@ QUIET = ["--log-every", 1, "--eval-every", 0]
 STEPS, PER_EPOCH = 44, 11
 
 
-def _train(n: int, run_dir: Path, *options: Any) -> tuple[int, str, list[str]]:
-    """A run to its end: its exit code, what rank 0 says, and the lines of all ranks' errors."""
-    ranks = run_ranks(command, n, ["train", *BASE, "--run-dir", run_dir, *QUIET, *options])
-    (code,) = {rank["code"] for rank in ranks}
-    return code, "\n".join(ranks[0]["said"]), [line for rank in ranks for line in rank["errors"]]
+def _train(n: int, run_dir: Path, *options: Any) -> str:
+    """What rank 0 says in a run to its end."""
+    return "\n".join(run_command(n, "train", *BASE, "--run-dir", run_dir, *QUIET, *options)[0]["said"])
 
 
 def _start(n: int, run_dir: Path, *options: Any) -> subprocess.Popen[bytes]:
@@ -41,8 +39,7 @@ def _start(n: int, run_dir: Path, *options: Any) -> subprocess.Popen[bytes]:
 
 def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    code, _, errors = _train(1, whole, *COURSE, "--max-steps", STEPS)
-    assert code == 0, errors
+    _train(1, whole, *COURSE, "--max-steps", STEPS)
     seed = random.randrange(2**32)
     print("seed", seed)  # shown where the test fails
     chance = random.Random(seed)
@@ -57,9 +54,8 @@ def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
         assert job.poll() is None, f"it ended by itself before step {target}"
         jobs.kill(job)
         kills.append((n, target, max(runs.losses(cut), default=0)))
-    code, said, errors = _train(2, cut, *COURSE, "--max-steps", STEPS)
     print(kills)
-    assert code == 0 and "resumed from" in said, errors
+    assert "resumed from" in _train(2, cut, *COURSE, "--max-steps", STEPS)
 
     losses = runs.losses(cut)
     assert runs.steps(cut) == list(range(1, STEPS + 1))  # each step once, and in order
@@ -74,12 +70,9 @@ def test_killed_at_random_and_resumed_on_other_ranks(tmp_path: Path) -> None:
 def test_the_batch_of_a_run_stays_on_other_ranks(tmp_path: Path) -> None:
     """Two ranks with the defaults make a batch of 256 and twice the learning rate; one rank goes on with these."""
     run_dir = tmp_path / "run"
-    options = ["--precision", "float64", "--max-steps"]
-    code, said, errors = _train(2, run_dir, *options, 1)
-    assert code == 0 and "global batch 256" in said, errors
-    code, said, errors = _train(1, run_dir, "--max-steps", 2)  # the precision also stays that of the run
-    assert code == 0 and "global batch 256 = 1 ranks x 256" in said, errors
-    assert "parameters, float64)" in said
+    assert "global batch 256" in _train(2, run_dir, "--precision", "float64", "--max-steps", 1)
+    said = _train(1, run_dir, "--max-steps", 2)  # the precision also stays that of the run
+    assert "global batch 256 = 1 ranks x 256" in said and "parameters, float64)" in said
 
     # A run's config.json repeats it, on any number of ranks, in a run directory of its own.
     config = json.loads((run_dir / "config.json").read_text())
@@ -87,9 +80,7 @@ def test_the_batch_of_a_run_stays_on_other_ranks(tmp_path: Path) -> None:
     facts = {"world_size", "hosts", "convolutions", "command", "hvd_cifar", "git_commit", "versions"}
     assert facts <= set(config["run"])
     repeated = tmp_path / "repeated"
-    words = ["train", "--config", run_dir / "config.json", "--run-dir", repeated]
-    (again,) = run_ranks(command, 1, words)
-    assert again["code"] == 0, again
+    run_command(1, "train", "--config", run_dir / "config.json", "--run-dir", repeated)
     assert runs.losses(repeated) == pytest.approx(runs.losses(run_dir), rel=1e-12)
     assert len(runs.losses(repeated)) == 2
 

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.options import OF_ANY_SIZE
-from tests.ranks import CHECKOUT, command, environment, run_ranks
+from tests.ranks import CHECKOUT, environment, run_command, run_ranks
 
 NETS = ("six", "own")  # what an export must hold: six views of a test image, and a recipe of the user's own
 # The example's net, whose recipe of larger batches, which trains it, shows the net other images.
@@ -187,8 +187,7 @@ def test_predict_names_classes_and_passes_over_broken_images(used: Used, tmp_pat
     for text in ("b/notes.txt", "b/.hidden.png", "two\nlines.png"):
         (tmp_path / text).write_text("no image")
     given = [tmp_path / one for one in ("b", "large.webp", "none.png", "large.webp", "two\nlines.png")]
-    (done,) = run_ranks(command, 1, ["predict", folder / name, *given, "--json"])
-    assert done["code"] == 2, done
+    (done,) = run_command(1, "predict", folder / name, *given, "--json", code=2)
     told = [re.findall(r"^hvd_cifar: cannot read the image (.+?) \(.+\): ", line) for line in done["errors"]]
     assert told == [[f"{tmp_path}/{place}"] for place in ("b/broken.jpg", "none.png", r"two\nlines.png")]
     found = [json.loads(line) for line in done["said"]]
@@ -216,7 +215,7 @@ def test_one_line_for_what_cannot_be_exported(used: Used, tmp_path: Path) -> Non
         (run, "full", "full: exists; give an empty folder"),
         (run, "x", f"train --config {run}/config.json --run-dir {run}"),
     ):
-        (done,) = run_ranks(command, 1, ["export", place, "--to", tmp_path / to])
+        (done,) = run_command(1, "export", place, "--to", tmp_path / to, code=2)
         (line,) = done["errors"]
-        assert done["code"] == 2 and told in line
+        assert told in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
