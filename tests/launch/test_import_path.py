@@ -75,12 +75,12 @@ def test_no_module_of_the_current_folder_is_run(words: list[str], code: int, hos
     assert "Traceback" not in done.stderr
 
 
-def test_ranks_import_a_user_s_modules_after_all_others(hostile: Path) -> None:
+def test_ranks_import_a_user_s_modules_after_all_others(embedded: Path, hostile: Path) -> None:
     """Those beside a FILE.py, those of a MODULE in the current folder, and those of PYTHONPATH."""
     (hostile / "nets.py").write_text(NETS)
     (hostile / "beside.py").write_text(BESIDE)
     own = ["--model", "nets.py:build", "--callbacks", "beside:Says", "--dataset", "synthetic", "--run-dir", "run"]
-    short = ["--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
+    short = ["--data-dir", str(embedded), "--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
     done = _run(hostile, "-np", "2", "train", *own, *short, PYTHONPATH=str(hostile))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("beside was found") == 2 and _executed(hostile) == ""

@@ -70,7 +70,6 @@ def _runs(folder: str) -> dict[str, Any]:
         "evaluated": train("evaluated", eval_every=2),
         "plain": train("plain"),
         "saved by time": train("saved", checkpoint_minutes=1e-6),
-        "short": train("short", max_steps=2),
         "without averages": train("without", ema_decay=0, max_steps=2),
     }
 
@@ -89,9 +88,8 @@ def test_an_evaluation_is_of_the_averaged_weights_and_puts_the_others_back(ranks
     root = ranks[0][0]
     evaluated = root["evaluated"]
     assert list(evaluated["evaluations"]) == ["2", "4", "6"]
-    at_2 = root["short"]["evaluations"]["2"]
-    assert evaluated["evaluations"]["2"] == pytest.approx(at_2, rel=1e-12)
-    assert at_2 != pytest.approx(root["without averages"]["evaluations"]["2"], rel=1e-6)
+    without = root["without averages"]["evaluations"]["2"]
+    assert evaluated["evaluations"]["2"] != pytest.approx(without, rel=1e-6)
     assert evaluated["weights"] == root["plain"]["weights"]
 
 

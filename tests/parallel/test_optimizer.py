@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import horovod_nets as nets
-from tests.ranks import Jobs, run_all
+from tests.ranks import Jobs, run_all, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
             "sums beside": _sums_beside_gradients,
             "overflow": partial(_fit, True),
         },
-        3: {"fit": _fit, "process set": _updates_in_process_set},
+        3: {"fit": _fit},
     }
-
-    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    return cache(lambda n: run_all(functions[n], n, env=dynamic if n == 3 else None, timeout=300))
+    return cache(lambda n: run_all(functions[n], n, timeout=300))
 
 
 def _optimizers() -> dict[str, Callable[[], Any]]:
@@ -425,8 +423,9 @@ def _updates_in_process_set() -> dict[str, float]:
     return ended
 
 
-def test_a_process_set_averages_among_its_members_only(jobs: Jobs) -> None:
-    alone, *members = jobs(3)["process set"]
+@pytest.mark.slow  # its ranks serve no other test
+def test_a_process_set_averages_among_its_members_only() -> None:
+    alone, *members = run_ranks(_updates_in_process_set, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
     assert alone == dict.fromkeys(alone, -1.0)
     for ended in members:
         assert ended == dict.fromkeys(alone, -2.5)

@@ -1,7 +1,4 @@
-"""The download, against an HTTP server of the test's own: whole, wrong, and refused; who waits for it.
-
-That one process makes a set for all is in test_synthetic.
-"""
+"""The download, against an HTTP server of the test's own: whole, wrong, and refused; who waits for it."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks.gpu import eight
@@ -12,6 +13,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.steps import ROUNDS, Case, Found
 
 
+@pytest.mark.slow
 def test_the_small_form_measures_and_a_second_call_only_prints(tmp_path: Path) -> None:
     words = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "out"), "--torch", str(tmp_path / "none")]
     first = CliRunner().invoke(main, [*words, "--small"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,31 +22,16 @@ MD5 = {"synthetic-v2": "c829d6d2a91882896b08d1f678c826f9"}
 NOBODY = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the discard port: nobody listens there
 
 
-def ensure(data_dir: Path) -> Path:
-    return prepare(make(DataSettings, {"dataset": "synthetic", "data_dir": data_dir}))[1]
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Drawn by two processes at once."""
-    data_dir = tmp_path_factory.mktemp("synthetic")
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        folders = pool.map(ensure, [data_dir] * 2, chunksize=1)
-    assert folders == [data_dir / LAYOUT.folder] * 2
-    yield data_dir
-    shutil.rmtree(data_dir)
-
-
-def test_every_machine_draws_these_bytes_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_machine_draws_these_bytes_once(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.md5(usedforsecurity=False)
     for name in LAYOUT.files:
-        digest.update((data_dir / LAYOUT.folder / name).read_bytes())
+        digest.update((embedded / LAYOUT.folder / name).read_bytes())
     assert digest.hexdigest() == MD5[LAYOUT.folder]
-    names = (data_dir / LAYOUT.folder / "batches.meta.txt").read_text().split()
+    names = (embedded / LAYOUT.folder / "batches.meta.txt").read_text().split()
     assert names == ["disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars", "pillars", "checker"]
-    assert {path.name for path in data_dir.iterdir()} <= {LAYOUT.folder, ".lock"}
+    assert {path.name for path in embedded.iterdir()} <= {LAYOUT.folder, ".lock"}
     monkeypatch.setattr(synthetic, "draw_file", lambda number: pytest.fail("drew it again"))
-    assert ensure(data_dir) == data_dir / LAYOUT.folder
+    assert named("synthetic", embedded, pytest.fail) == ("synthetic", embedded / LAYOUT.folder)
 
 
 def named(name: str, data_dir: Path, warn: Callable[[str], None]) -> tuple[str, Path]:
@@ -57,20 +40,19 @@ def named(name: str, data_dir: Path, warn: Callable[[str], None]) -> tuple[str, 
     return source.name, folder
 
 
-def test_prepare_by_name(data_dir: Path) -> None:
-    assert named("synthetic", data_dir, pytest.fail) == ("synthetic", data_dir / LAYOUT.folder)
-    dataset = LAYOUT.read(data_dir / LAYOUT.folder)
+def test_prepare_by_name(embedded: Path) -> None:
+    dataset = LAYOUT.read(embedded / LAYOUT.folder)
     assert (dataset.name, dataset.classes, dataset.image_shape) == ("synthetic", 10, (32, 32, 3))
     assert dataset.class_names == tuple(synthetic.FIGURES)
     for labels in (*dataset.train.labels.reshape(5, 10_000), dataset.test.labels):
         assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
 
 
-def test_auto_falls_back_with_a_warning_and_cifar10_does_not(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_with_a_warning_and_cifar10_does_not(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     warnings: list[str] = []
-    assert named("auto", data_dir, warnings.append) == ("synthetic", data_dir / LAYOUT.folder)
+    assert named("auto", embedded, warnings.append) == ("synthetic", embedded / LAYOUT.folder)
     assert len(warnings) == 1
     assert "NOT CIFAR-10" in warnings[0] and NOBODY in warnings[0] and "\n" not in warnings[0]
     with pytest.raises(DownloadError, match=NOBODY):
-        named("cifar10", data_dir, pytest.fail)
+        named("cifar10", embedded, pytest.fail)
