@@ -58,41 +58,31 @@ FIRST = [(2, "tutorial, accumulated and clipped"), (2, HALF), (3, "tutorial"), (
 SLOW = [(2, "tutorial, float32"), (3, "resnet8, plain, accumulated and clipped"), (5, "tutorial")]
 
 
-def _train(data: str, folder: str, name: str, options: dict[str, Any]) -> list[float]:
+def _train(data: str, folder: str, name: str, run_dir: str, options: dict[str, Any]) -> list[float]:
     """The losses of a run, whose state goes into a file."""
-    from hvd_cifar import Callback, Dataset
-    from hvd_cifar.config import TrainSettings, make
+    import hvd_cifar
     from hvd_cifar.data import synthetic
-    from hvd_cifar.runtime.world import session
-    from hvd_cifar.training import run_dir
-    from hvd_cifar.training.train import assemble
-    from hvd_cifar.training.work import UserObjects
 
     losses: list[float] = []
 
-    class Losses(Callback):
-        """Every loss."""
-
+    class Record(hvd_cifar.Callback):
         def on_log(self, run: Any) -> None:
             losses.append(run.loss)
 
+        def on_end(self, run: Any) -> None:
+            values = [v.numpy() for v in run.state.replicated(with_own=True)]
+            if run.world.is_root:
+                np.savez(f"{folder}/{name}-{run.world.size}", *values)
+
     whole = synthetic.LAYOUT.read(Path(data) / synthetic.LAYOUT.folder)
     parts = [(part.images[:EXAMPLES], part.labels[:EXAMPLES]) for part in (whole.train, whole.test)]
-    dataset = Dataset.from_arrays(*parts[0], *parts[1])
+    dataset = hvd_cifar.Dataset.from_arrays(*parts[0], *parts[1])
     dataset = replace(dataset, channel_mean=whole.channel_mean, channel_deviation=whole.channel_deviation)
-    with session() as world:
-        place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
-        common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
-        common |= {"check_sync_every": 1000}
-        course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
-        recipe = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
-        given = {**common, **course, **BUCKETS.get(world.size, {}), **options, "set": recipe}
-        trainer = assemble(make(TrainSettings, given), world, UserObjects(dataset=dataset, callbacks=[Losses()]))
-        trainer.train()
-        values = [v.numpy() for v in trainer.run.state.replicated(with_own=True)]
-        if world.is_root:
-            np.savez(f"{folder}/{name}-{world.size}", *values)
-    run_dir.release()  # other ranks go on with it
+    common = {"model": "tutorial", "run_dir": run_dir, "log_every": 1, "eval_every": 0}
+    common |= {"check_sync_every": 1000}
+    course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
+    recipe = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
+    hvd_cifar.train(dataset=dataset, callbacks=[Record()], **{**common, **course, **options, "set": recipe})
     return losses
 
 
@@ -101,7 +91,9 @@ def _results(name: str, n: int, data: Path, folder: Path) -> tuple[list[float], 
     """Losses and state of a run on n ranks."""
     if name == RESUMED:
         _results(HALF, 2, data, folder)
-    by_rank = run_ranks(_train, n, str(data), str(folder), name, RUNS[name], timeout=300)
+    run_dir = str(folder / ("resumed" if name in (HALF, RESUMED) else f"{name}/{n}"))
+    options = {**BUCKETS.get(n, {}), **RUNS[name]}
+    by_rank = run_ranks(_train, n, str(data), str(folder), name, run_dir, options, timeout=300)
     assert all(losses == by_rank[0] for losses in by_rank)
     with np.load(folder / f"{name}-{n}.npz") as file:
         return by_rank[0], [file[key] for key in file.files]

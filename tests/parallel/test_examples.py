@@ -1,4 +1,4 @@
-"""Every example runs as its first line says, and stays as short as it is meant to be."""
+"""Every example runs as its first line says."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ def _on_two_ranks(*words: Any, cwd: Path) -> str:
     done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_examples_are_short() -> None:
-    most = {"my_net": 30, "my_data": 50, "my_callback": 20, "minimal": 60, "mobilenet": 25, "fine_tune": 25}
-    for name, lines in {**most, "my_records": 50, "my_extension": 40}.items():
-        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines, name
 
 
 @pytest.mark.parametrize(("build", "rate"), [("build", "0.05 to 0.1 over"), ("build_with_recipe", "0.001 to 0.002")])

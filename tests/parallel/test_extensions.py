@@ -90,4 +90,3 @@ def test_a_callback_keeps_a_number_of_its_own_in_the_checkpoint(tmp_path: Path) 
         assert resumed == whole and first != whole and whole[0] > 0
     norms = {e["step"]: e["mean"] for e in runs.events(tmp_path / "cut") if e["event"] == "gradient_norm"}
     assert set(norms) == {2, 3, 4, 6}
-    assert len(Path(EXAMPLE).read_text().splitlines()) <= 40

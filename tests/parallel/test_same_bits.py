@@ -70,25 +70,19 @@ def test_a_sum_over_ranks_is_added_in_the_order_of_the_ranks(n: int) -> None:
 
 def _train(folder: str, runs: list[tuple[str, dict[str, Any]]], threads: int) -> list[str]:
     """Runs in one start of the ranks, to a checkpoint; the digest of the state after each."""
-    from hvd_cifar.config import TrainSettings, make
+    import hvd_cifar
     from hvd_cifar.distributed.collectives import digest
-    from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.train import assemble
-    from hvd_cifar.training.work import UserObjects
 
-    ended = []
-    with session(threads, deterministic=True) as world:
-        for name, options in runs:
-            common = {
-                "model": "tutorial",
-                "dataset": FEW,
-                "run_dir": f"{folder}/{name}",
-                "seed": 3,
-                "eval_every": 0,
-            }
-            trainer = assemble(make(TrainSettings, {**common, "set": AVERAGED, **options}), world, UserObjects())
-            trainer.train()
-            ended.append(digest(trainer.run.state.replicated(with_own=True)))
+    ended: list[str] = []
+
+    class Ends(hvd_cifar.Callback):
+        def on_end(self, run: Any) -> None:
+            ended.append(digest(run.state.replicated(with_own=True)))
+
+    common = {"model": "tutorial", "dataset": FEW, "seed": 3, "eval_every": 0, "set": AVERAGED}
+    common |= {"threads_per_rank": threads, "callbacks": [Ends()]}
+    for name, options in runs:
+        hvd_cifar.train(**{**common, **options, "run_dir": f"{folder}/{name}"})
     return ended
 
 
