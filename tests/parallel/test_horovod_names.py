@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,10 @@ import pytest
 
 from tests import horovod_nets as nets
 from tests.horovod_nets import BATCH, STEPS
-from tests.ranks import Jobs, run_all
+from tests.ranks import run_ranks
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """What the functions below returned in a job, by their names and by rank: each job starts once."""
-    fit = partial(_fit, str(tmp_path_factory.mktemp("saved")))
-    return cache(lambda n: run_all({"loops": partial(_loops, None if n == 2 else SOME), "fit": fit}, n, timeout=300))
-
-
-# Cases for each number of ranks; two ranks have all.
-SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]
+SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]  # cases on one rank; two ranks have all
 
 
 def _cases(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], dict[str, Any]]]:
@@ -105,9 +98,9 @@ def _loss(net: Any, x: Any, y: Any) -> Callable[[], Any]:
     return lambda: tf.reduce_mean((net(x) - y) ** 2)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_loop_of_ones_own_equals_one_process(n: int, jobs: Jobs) -> None:
-    for rank in jobs(n)["loops"]:
+@pytest.mark.parametrize(("n", "some"), [(1, SOME), (2, None)])
+def test_a_loop_of_ones_own_equals_one_process(n: int, some: list[str] | None) -> None:
+    for rank in run_ranks(_loops, n, some):
         for case, (weights, alone) in rank.items():
             tolerance = 5e-3 if case == "fp16" else 2e-5
             assert np.allclose(weights, alone, rtol=0, atol=tolerance), case
@@ -182,9 +175,8 @@ def _fit(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_fit_with_all_callbacks_equals_one_process(n: int, jobs: Jobs) -> None:
-    ranks = jobs(n)["fit"]
+def test_fit_with_all_callbacks_equals_one_process(tmp_path: Path) -> None:
+    ranks = run_ranks(_fit, 3, str(tmp_path))
     for rank in ranks:
         assert rank["weights"] == ranks[0]["weights"] and rank["logs"] == ranks[0]["logs"]
         assert np.allclose(rank["weights"], rank["alone"], rtol=0, atol=2e-5)
