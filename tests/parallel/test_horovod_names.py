@@ -14,7 +14,6 @@ from tests import horovod_nets as nets
 from tests.horovod_nets import BATCH, STEPS
 from tests.ranks import run_ranks
 
-
 SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]  # cases on one rank; two ranks have all
 
 
