@@ -20,7 +20,7 @@ from tests.ranks import CHECKOUT, run_ranks
 LINK = re.compile(r"""(?:\]\(|(?:href|src)=")([^)\s"]+)""")
 TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
 MIGRATION = "docs/migration.md"
-MOST_LINES = 2900  # of all pages but the changelog
+MOST_LINES = 2400  # of the pages that are not generated, without the changelog
 
 
 def _anchors(text: str) -> set[str]:
@@ -58,8 +58,9 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_pages_are_within_their_budget() -> None:
-    lines = {page: text.count("\n") for page, text in TEXTS.items() if page != "CHANGELOG.md"}
-    assert sum(lines.values()) <= MOST_LINES, lines
+    lines = {page: text.count("\n") for page, text in TEXTS.items()}
+    written = lines.keys() - {"CHANGELOG.md", *reference.pages()}
+    assert sum(lines[page] for page in written) <= MOST_LINES, lines
 
 
 def test_the_table_of_readme_stands_in_benchmarks() -> None:
