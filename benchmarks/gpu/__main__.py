@@ -6,8 +6,8 @@
 Each part has a time limit, which is longer where fewer parts are missing, and writes its file in FOLDER at once;
 FOLDER/table.md has all of them; a file that is removed is measured again. Parts: the tests of
 `tests/launch/test_on_gpu.py`; `fast` to its end, beside airbench94; the kernels of one step; and for three nets, two
-batches and two precisions the step of `train`, its other forms (`benchmarks.gpu.variants`) and PyTorch's, in turns on
-the same GPU, with their memory, and the input pipeline alone.
+batches and two precisions the step of `train` and PyTorch's, in turns on the same GPU, with their memory, and the input
+pipeline alone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def commands(small: bool, has_torch: bool) -> list[Command]:
 def cases(small: bool) -> list[Case]:
     """The steps that are measured, in their order."""
     if small:
-        return [Case("resnet8", "float32", 4, ("all", "one buffer", "input pipeline"), OF_TORCH[:1])]
+        return [Case("resnet8", "float32", 4, of_torch=OF_TORCH[:1])]
     every = product((128, 1024), ("float32", "mixed_bfloat16"), ("resnet20", "tutorial", "fast"))
     return [Case(model, precision, examples) for examples, precision, model in every]
 

@@ -1,4 +1,4 @@
-"""The step of one net in all its forms and PyTorch's, in turns on the same device."""
+"""The step of one net, its input pipeline and PyTorch's steps, in turns on the same device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from benchmarks.gpu.serve import LOCK, SILENCE, Side
 from benchmarks.peers.rates import paired, spread
 from hvd_cifar.files import replace_text
 
-PRODUCT, TORCH = "hvd_cifar", "PyTorch, "
+PRODUCT, PIPELINE, TORCH = "hvd_cifar", "input pipeline", "PyTorch, "
 # In the order in which they are built: where the time ends, the last ones wait for the next call.
-FORMS: tuple[str, ...] = ("all", "xla", "one buffer", "NHWC throughout", "flat update", "4 steps a call")
-FORMS += ("no layout optimizer", "NHWC batch norm", "constant rate", "one square", "no switch", "input pipeline")
 OF_TORCH = tuple(TORCH + form for form in ("eager", "compile", "CUDA graph", "compile and CUDA graph"))
 ROUNDS = 3  # turns of each form
 LEAST_SECONDS = 0.12  # of a turn
@@ -50,7 +48,7 @@ class Case:
     model: str
     precision: str
     examples: int
-    forms: Sequence[str] = FORMS
+    forms: Sequence[str] = (PIPELINE,)
     of_torch: Sequence[str] = OF_TORCH
 
     @property
@@ -115,7 +113,7 @@ class _Running:
         """Build a process's forms, one after the other; the last one begins before `until`."""
         for form in [form for form, of in self.sides.items() if of is side]:
             if time.monotonic() < until and (seconds := self.ask(form, 4)) is not None:
-                self.steps[form] = 4 * max(1, int(LEAST_SECONDS / seconds / 4))  # whole calls of 4 steps
+                self.steps[form] = max(4, int(LEAST_SECONDS / seconds))
 
     def take_turns(self, until: float, draw: random.Random, folder: Path) -> None:
         """Measure the forms that are built, each once a round, in an order drawn anew."""

@@ -1,4 +1,4 @@
-"""The product's step and its other forms (`variants`) on this device; `python -m benchmarks.gpu` starts it."""
+"""The step of `train`, and its input pipeline, on this device; `python -m benchmarks.gpu` starts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from benchmarks import nets
 from benchmarks.gpu.serve import LEAD_IN, serve
-from benchmarks.gpu.variants import FORMS, Step, staged
+from benchmarks.gpu.steps import PIPELINE
 from hvd_cifar.data.augment import transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
@@ -25,46 +25,33 @@ from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.runtime.world import start
 from hvd_cifar.training.step import Averaging, StepSpec, make_train_step
 
-PRODUCT, PIPELINE = "hvd_cifar", "input pipeline"
 IMAGES = 10_240  # of the pipeline
 RATE = 1e-3  # weights stay finite in many steps on one batch
 TOTAL = 10**6  # steps, which no measurement reaches
 
 
-def product(net: Any, recipe: Any, batch: list[Any], count: Any) -> Callable[[], Any]:
-    """The step of `train`, on a batch in memory."""
-    weights = net.model.trainable_variables
-    optimizer = DistributedOptimizer(recipe.optimizer(RATE), op="sum")
-    optimizer.build(weights)
-    averages: list[Any] = [Lookahead(weights, TOTAL)] if recipe.lookahead else []
-    averages += [MovingAverage(weights, recipe.ema_decay)] if recipe.ema_decay else []
-    spec = StepSpec(tuple(batch[0].shape[1:]), recipe.weight_decay, recipe.label_smoothing)
-    step = make_train_step(net, optimizer, spec, [Averaging(average) for average in averages])
-    given, flags = [MicroBatch._make([*batch, tf.range(batch[1].shape[0])])], tf.zeros([0])
-    return lambda: step(given, count, RATE, flags)[0]
-
-
-def repeated(model: str, precision: str, examples: int, name: str, device: str) -> Callable[[int], None]:
-    """What repeats the step of a name, on random images on the device."""
+def steps_of(model: str, precision: str, examples: int, device: str) -> Callable[[int], None]:
+    """What repeats the step of `train`, on random images on the device."""
     side = 24 if model == "tutorial" else 32
     net, recipe, draw = nets.build(model, side, precision), nets.recipe_of(model), np.random.default_rng(0)
+    weights = net.model.trainable_variables
     with tf.device(device):
         images = tf.constant(draw.standard_normal((examples, side, side, 3)), tf.float32)
-        batch = [images, tf.constant(draw.integers(0, 10, examples), tf.int32), tf.ones(examples)]
-        count = tf.constant(examples)
-        if name == PRODUCT:
-            once = product(net, recipe, batch, count)
-            return lambda steps: _wait([once() for _ in range(steps)][-1])
-        step = Step(net, recipe, FORMS[name], RATE, total_steps=TOTAL)
-        given, at_once = staged([batch], step.switches.steps), step.switches.steps
-        with step.settings():
-            step.trace(given, count)
+        labels = tf.constant(draw.integers(0, 10, examples), tf.int32)
+        batch = MicroBatch(images, labels, tf.ones(examples), tf.range(examples))
+        optimizer = DistributedOptimizer(recipe.optimizer(RATE), op="sum")
+        optimizer.build(weights)
+        averages: list[Any] = [Lookahead(weights, TOTAL)] if recipe.lookahead else []
+        averages += [MovingAverage(weights, recipe.ema_decay)] if recipe.ema_decay else []
+        spec = StepSpec((side, side, 3), recipe.weight_decay, recipe.label_smoothing)
+        step = make_train_step(net, optimizer, spec, [Averaging(average) for average in averages])
+        count, flags = tf.constant(examples), tf.zeros([0])
 
     def repeat(steps: int) -> None:
-        with step.settings():
-            for _ in range(-(-steps // at_once)):
-                loss = step(given, count)
-            _wait(loss)
+        for _ in range(steps):
+            loss = step([batch], count, RATE, flags)[0]
+        if not np.isfinite(loss.numpy()):  # waits for the device
+            raise ValueError("the loss is not finite")
 
     return repeat
 
@@ -84,11 +71,6 @@ def batches(model: str, examples: int, device: str) -> Callable[[int], None]:
         batch.label.numpy()  # waits for the device
 
     return repeat
-
-
-def _wait(loss: Any) -> None:
-    if not np.isfinite(loss.numpy()):
-        raise ValueError("the loss is not finite")
 
 
 def kernels(folder: Path, steps: int) -> list[tuple[str, float, float]]:
@@ -124,7 +106,7 @@ def main(model: str, precision: str, batch_size: int, profile: str, output: Path
     def make(name: str) -> Callable[[int], None]:
         if name == PIPELINE:
             return batches(model, batch_size, world.device if is_on_gpu else "")
-        return repeated(model, precision, batch_size, name, world.device)
+        return steps_of(model, precision, batch_size, world.device)
 
     def reset() -> int:
         if is_on_gpu:
