@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from hvd_cifar import fields
 from hvd_cifar.config import RunSettings, StepOptions
@@ -56,24 +56,10 @@ class BenchmarkStepSettings(StepOptions, _BenchmarkOutput):
 class BenchmarkAllreduceSettings(_BenchmarkOutput):
     """Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums."""
 
-    min_bytes: fields.Bytes = Field(4, ge=4, validate_default=True)
-    """Smallest message; K, M, G are powers of 1024."""
     max_bytes: fields.Bytes = Field(2**28, ge=4)
-    """Largest message."""
+    """Largest message; K, M, G are powers of 1024."""
     factor: int = Field(2, ge=2, le=2**40)
     """Ratio of each size to the one before."""
-    seconds: fields.Finite = Field(0.3, gt=0)
-    """Approximate seconds per size."""
-    iterations: fields.StepCount = 100
-    """Maximum number of all-reduces in one measurement of a size."""
-    repeats: fields.StepCount = 5
-    """Measurements of each size."""
-
-    @model_validator(mode="after")
-    def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
-        if self.min_bytes > self.max_bytes:
-            raise ValueError(f"--min-bytes {self.min_bytes} is more than --max-bytes {self.max_bytes}: make it smaller")
-        return self
 
 
 class ReportSettings(fields.Settings):

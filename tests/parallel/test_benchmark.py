@@ -30,7 +30,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
 
     short = ("--batch-size", 4, "--steps", 2, "--repeats", 2)
     buckets = ("--overlap", "on", "--bucket-bytes", "1K", "--min-efficiency", 0.001)
-    few_sizes = ("--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2)
+    few_sizes = ("--factor", 64, "--max-bytes", "1M")
     functions: dict[str, Callable[..., Any]] = {
         "weights": partial(_weights_after_steps, str(embedded)),
         "step": benchmark("step", "step", *TUTORIAL, embedded, *short, *buckets),
@@ -93,7 +93,7 @@ def test_all_reduces_are_measured_and_checked(jobs: Jobs, folder: Path) -> None:
     points = json.loads((folder / "allreduce.json").read_text())["points"]
     assert [p["bytes"] for p in points] == [4, 256, 16384, 2**20]
     for p in points:
-        assert p["wrong_values"] == 0 and p["seconds"]["n"] == 2 and p["iterations"] >= 2
+        assert p["wrong_values"] == 0 and p["seconds"]["n"] == 5 and p["iterations"] >= 5
         assert p["algorithm_bandwidth"] == pytest.approx(p["bytes"] / p["seconds"]["mean"])
         assert p["bus_bandwidth"] == pytest.approx(p["algorithm_bandwidth"])  # of two ranks
 
@@ -114,7 +114,7 @@ def _one_value_wrong(output: str) -> str:
             sums[5] += 1
         return sums
 
-    values = {"max_bytes": "1K", "factor": 4, "seconds": 0.01, "repeats": 1, "json_file": output}
+    values = {"max_bytes": "1K", "factor": 4, "json_file": output}
     try:
         with mock.patch.object(allreduce, "through_horovod", lambda: spoilt):
             allreduce.benchmark_allreduce(config.make(BenchmarkAllreduceSettings, values))

@@ -43,8 +43,8 @@ predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''
 benchmark step | --model vgg | --batch-size 0 | --image-size 5000 | --steps 0 | --json '' | --bucket-bytes 1X
 benchmark step | --repeats 0 | --min-efficiency 90
-benchmark allreduce | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
-benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json ''
+benchmark allreduce | --max-bytes 2 | --max-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
+benchmark allreduce | --json ''
 doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option
 doctor-job | surplus

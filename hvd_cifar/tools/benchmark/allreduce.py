@@ -19,7 +19,9 @@ from hvd_cifar.runtime.world import World, session
 from hvd_cifar.tools.benchmark.results import Result, estimate, facts, shown, tell
 from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
-WIDTH = 4  # bytes of a float32
+WIDTH = 4  # bytes of a float32, the smallest message
+REPEATS, SECONDS = 5, 0.3  # measurements of a size, and about how long all of them take
+MOST_ITERATIONS = 100  # all-reduces in one measurement
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
@@ -44,9 +46,8 @@ def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
     if (launched_size() or 1) == 1:
         raise UserError("one rank alone has nothing to reduce; start more (-np 2)")
     with session() as world:
-        reduce, how = through_horovod(), (settings.repeats, settings.iterations, settings.seconds)
-        chosen = sizes(settings.min_bytes, settings.max_bytes, settings.factor)
-        points = [measure_size(world, reduce, size, *how) for size in chosen]
+        reduce = through_horovod()
+        points = [measure_size(world, reduce, size) for size in sizes(settings.max_bytes, settings.factor)]
         found = {"facts": facts(world), "points": [asdict(point) for point in points]}
         collectives.on_root(lambda: tell(table(points), found, settings.json_file))
         judge(points)
@@ -74,12 +75,11 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(["all-reduce of float32", *lines])
 
 
-def sizes(least: int, most: int, factor: int) -> list[int]:
-    """Bytes of the messages: from `least` in steps of `factor`, whole float32 values, and `most` at the end."""
-    found = {least // WIDTH * WIDTH, most // WIDTH * WIDTH}
-    size = least
+def sizes(most: int, factor: int) -> list[int]:
+    """Bytes of the messages: one float32 value, each `factor` times the one before, and `most` at the end."""
+    found, size = {most // WIDTH * WIDTH}, WIDTH
     while size < most:
-        found.add(size // WIDTH * WIDTH)
+        found.add(size)
         size *= factor
     return sorted(found)
 
@@ -108,9 +108,7 @@ def through_horovod() -> Reduce:
     return tf.function(lambda terms: reduction.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
-def measure_size(
-    world: World, reduce: Reduce, size: int, repeats: int, most_iterations: int = 1, seconds: float = 0.0
-) -> Point:
+def measure_size(world: World, reduce: Reduce, size: int, repeats: int = REPEATS, seconds: float = SECONDS) -> Point:
     """Measure all-reduces of `size` bytes for about `seconds`; a collective, with the same result on every rank.
 
     Wrong sums do not end the measurement; the result counts them.
@@ -130,7 +128,7 @@ def measure_size(
         return max(collectives.all_gather_object((time.perf_counter() - began) / iterations))
 
     once = max(time_of(2), 1e-9)
-    iterations = int(min(most_iterations, max(1.0, seconds / repeats / once)))
+    iterations = int(min(MOST_ITERATIONS, max(1.0, seconds / repeats / once)))
     taken = estimate([time_of(iterations) for _ in range(repeats)])
     rate = size / taken["mean"]
     wrong = int((np.asarray(sums) != sums_of(world.size, size // WIDTH)).sum())

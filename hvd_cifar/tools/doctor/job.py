@@ -88,7 +88,7 @@ def run_rank(_: DoctorJobSettings) -> None:
     with session() as world:
         reduce, wrong = allreduce.through_horovod(), 0
         for size in SIZES:
-            found = allreduce.measure_size(world, reduce, size, TRIES)
+            found = allreduce.measure_size(world, reduce, size, TRIES, seconds=0)
             wrong += found.wrong_values
             if found.seconds["mean"] >= ENOUGH_SECONDS:
                 break
