@@ -1,4 +1,4 @@
-"""Atomic writes of files, JSON that may be malformed, messages, streams without a reader. Standard library only."""
+"""Atomic writes of files, JSON that may be malformed, messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 MOST_BYTES = 1 << 24
 PART = ".part"  # ends the name of a file that is being written
@@ -123,31 +123,3 @@ def complain(message: str) -> None:
     except UnicodeEncodeError:
         text = message.encode(errors="backslashreplace")
     write(2, b"hvd_cifar: " + text + b"\n")
-
-
-class LastingStream:
-    """A stream that goes to /dev/null from the first write that fails.
-
-    Output without a reader (`| head`, a closed terminal) or room does not end a run: its files hold the same.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write a text, or drop it."""
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush what is written, or drop it."""
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[..., Any], *text: str) -> None:
-        try:
-            act(*text)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -27,9 +27,7 @@ from hvd_cifar.runtime.environment import LAUNCH, RING_PARAMETERS, RING_VARIABLE
 
 PYTHON = "python"  # the command that runs a user's own program on each rank
 # The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.
-EXPORTED = re.compile(
-    r"(HVD_CIFAR|HOROVOD|TF|NCCL|UCX)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES|KERAS_BACKEND"
-)
+EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL|UCX)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|KERAS_BACKEND")
 # What carries MPI's messages: TCP and shared memory, not UCX. Open MPI's obsolete InfiniBand, openib, is left out.
 TRANSPORT = {"pml": "ob1", "btl": "^openib"}
 # mpirun's TCP keepalive (seconds, seconds, tries): it notices a lost host after 30 s, and by default after 8 minutes;
@@ -209,10 +207,6 @@ def make_starter(request: Request) -> Starter:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
-    if sys.stdout.isatty():
-        # Ranks cannot see whether this is so: mpirun gives them a pseudo-terminal in any case.
-        columns, lines = shutil.get_terminal_size()
-        env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(columns), "LINES": str(lines)}
     if not request.settings.dry_run:
         env[LAUNCH] = ""  # so that mpirun exports it; `Job` sets its value
     of_ranks = hosts_of_ranks(request.hosts, request.ranks or 1)

@@ -1,4 +1,4 @@
-"""The output of a run: lines and a bar on the terminal, metrics.jsonl, sessions.jsonl, TensorBoard, summary.json."""
+"""The output of a run: lines on the terminal, metrics.jsonl, sessions.jsonl, TensorBoard, summary.json."""
 
 from __future__ import annotations
 
@@ -6,37 +6,30 @@ import contextlib
 import io
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TextIO, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import Any
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import LastingStream, append, complain, parse_json, replace_lines, replace_text
+from hvd_cifar.files import append, complain, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, sessions, terminal
 from hvd_cifar.reporting.sessions import SESSIONS
 
 SECONDS_BETWEEN_BEATS = 1.0
-SECONDS_OF_SPEED = 300.0  # by which the time left is estimated
 METRICS = "metrics.jsonl"
 
 
 class Reporter:
     """Prints and writes the output of a run. Every rank has one; only rank 0's has a folder, and writes."""
 
-    def __init__(self, run_dir: Path | None, watched: bool, dataset: str, quiet: bool = False) -> None:
-        """`quiet`: print only warnings."""
+    def __init__(self, run_dir: Path | None, dataset: str, total_steps: int, quiet: bool = False) -> None:
+        """`total_steps`: of the run. `quiet`: print only warnings."""
         self.run_dir = run_dir
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
-        self._quiet = quiet
-        self._is_drawn = run_dir is not None and watched and not quiet
-        self._bar: Progress | None = None
+        self._total_steps, self._quiet = total_steps, quiet
         self._unwritten: dict[Path, bytes] = {}  # by file: what could not be written yet
         self._beaten = 0.0
         self._last_step = 0  # of earlier sessions, also of entries that `open` removes
@@ -140,29 +133,9 @@ class Reporter:
             with _writing(path):
                 self._write(path, has_waited=True)
 
-    @contextlib.contextmanager
-    def progress(self, step: int, total_steps: int, steps_per_epoch: int) -> Iterator[None]:
-        """Show a bar below the lines of the block, where a person watches. `step`: finished ones."""
-        if not self._is_drawn:
-            yield
-            return
-        # Under a launcher standard output is a pipe, which Rich takes for a file.
-        console = Console(file=cast(TextIO, LastingStream(sys.stdout)), force_terminal=True)
-        epoch = TextColumn("epoch {task.fields[epoch]:.2f}")
-        steps = TextColumn("step {task.completed:,} of {task.total:,}")
-        columns = (epoch, BarColumn(None), steps, TimeRemainingColumn(), TextColumn("left"))
-        bar = Progress(*columns, console=console, auto_refresh=False, speed_estimate_period=SECONDS_OF_SPEED)
-        bar.add_task("", total=total_steps, completed=step, epoch=step / steps_per_epoch)
-        with bar:
-            self._bar = bar
-            yield
-        self._bar = None
-
     def say(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif self.run_dir is not None and not self._quiet:
+        """Print a line."""
+        if self.run_dir is not None and not self._quiet:
             terminal.say(line)
 
     def train(
@@ -172,12 +145,12 @@ class Reporter:
         if self.run_dir is None:
             return
         stamp, rate = datetime.now().astimezone(), f"{images_per_second:.1f} images/s; {seconds:.3f} s/batch"
-        self.say(f"{stamp.isoformat(sep=' ', timespec='seconds')}: step {step}, loss = {loss:.4f} ({rate})")
+        left = timedelta(seconds=round((self._total_steps - step) * seconds))  # without evaluations
+        line = f"step {step}, loss = {loss:.4f} ({rate}; epoch {epoch:.2f}, {left} left)"
+        self.say(f"{stamp.isoformat(sep=' ', timespec='seconds')}: {line}")
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
         self.record("train", dataset=self.dataset, step=step, epoch=epoch, loss=loss, **shown)
         self.show(step, shown)
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step, epoch=epoch, refresh=True)
 
     def evaluation(
         self, step: int, epoch: float, found: Mapping[str, float], part: str = "test", at_step: int | None = None
@@ -245,10 +218,7 @@ class Reporter:
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error; with `step`, the last finished one, also record it."""
         if self.run_dir is not None:
-            if self._bar:
-                self._bar.console.print(f"hvd_cifar: {line}", markup=False, highlight=False, soft_wrap=True)
-            else:
-                complain(line)
+            complain(line)
             if step is not None:
                 self.mark("warning", step=step, text=line)
 

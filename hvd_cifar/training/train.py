@@ -22,7 +22,6 @@ from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.optim.schedules import Schedule
-from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
@@ -90,7 +89,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     root_folder = run.run_dir if world.is_root else None
     if root_folder:
         run.checkpoints = Checkpoints(root_folder / "checkpoints", run.state)
-    run.reporter = Reporter(root_folder, terminal.is_watched(), run.dataset, run.settings.quiet)
+    run.reporter = Reporter(root_folder, run.dataset, run.total_steps, run.settings.quiet)
     source = _restore(run, newest)
     record.write(run, newest)
 
@@ -231,8 +230,7 @@ class Trainer:
         with requests:
             collectives.on_root(self._open_files)
             try:
-                with run.reporter.progress(run.step, run.total_steps, run.plan.steps_per_epoch):
-                    yield requests
+                yield requests
                 ending = {"how": "complete"}
             except Preempted:
                 ending = {"how": "stopped"}

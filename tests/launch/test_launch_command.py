@@ -227,7 +227,7 @@ def test_ranks_by_default() -> None:
 def _command(
     ranks: int, hosts: tuple[Host, ...] = (), network: Network | None = None, mpirun: str = MPIRUN, **more: str
 ) -> list[str]:
-    environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
+    environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_VECTORS": "0", "SECRET_TF_KEY": "s"}
     asked = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
     return command(asked, mpirun, environ | more, network)
 
@@ -307,7 +307,7 @@ def test_command_on_other_hosts() -> None:
     words = _command(2, hosts, network)
     assert words[:5] == [MPIRUN, "-np", "2", "-H", f"{socket.gethostname()}:1,other:1"]
     exported = [after for word, after in zip(words, words[1:], strict=False) if word == "-x"]
-    inherited = ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_TERMINAL", "PATH"]
+    inherited = ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_VECTORS", "PATH"]
     assert exported == [*inherited, "NCCL_SOCKET_IFNAME==ens3,eth0", "OPAL_PREFIX"]
     assert words[words.index("--prefix") + 1] == str(BIN.parent)
     for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):

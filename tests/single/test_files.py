@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
-from rich.progress import Progress
 
-from hvd_cifar.files import LastingStream, replace_lines, replace_text
+from hvd_cifar.files import replace_lines, replace_text
 
 
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
@@ -73,17 +69,3 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="it is no regular file"):
             replace_text(place, "new")
     assert folder.is_dir() and pipe.is_fifo()
-
-
-def test_a_progress_bar_on_a_terminal_that_is_closed_ends_nothing() -> None:
-    """As those of downloads and of images that are decoded."""
-    screen, terminal = pty.openpty()
-    with open(terminal, "w") as stream:
-        lasting: Any = LastingStream(stream)
-        with Progress(console=Console(file=lasting, force_terminal=True)) as progress:
-            task = progress.add_task("decoding", total=2)
-            progress.update(task, advance=1, refresh=True)
-            assert os.read(screen, 4096)
-            os.close(screen)
-            progress.update(task, advance=1, refresh=True)
-        stream.write("more")

@@ -18,14 +18,14 @@ TESTED = {"accuracy": 0.61, "loss": 1.5, "examples": 10_000}
 
 
 def _report(run_dir: Path, first: int, steps: list[int]) -> None:
-    reporter = Reporter(run_dir, watched=False, dataset="cifar10")
+    reporter = Reporter(run_dir, "cifar10", 40)
     reporter.open(first)
     for step in steps:
         reporter.train(step, step / 10, 1.0 / step, 0.1, 100.0, 0.5)
 
 
 def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter = Reporter(tmp_path, "cifar10", 40)
     reporter.open(0)
     reporter.train(*TRAIN)
     reporter.evaluation(10, 0.5, TESTED)
@@ -36,7 +36,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     tested = {"test_accuracy": 0.61, "test_loss": 1.5, "test_examples": 10_000}
     assert evaluation == {**common, **tested, "event": "eval"}
     lines = capfd.readouterr().out.splitlines()
-    assert "step 10, loss = 2.2500 (1234.5 images/s; 0.250 s/batch)" in lines[0]
+    assert "step 10, loss = 2.2500 (1234.5 images/s; 0.250 s/batch; epoch 0.50, 0:00:08 left)" in lines[0]
     assert "cifar10 test accuracy 61.00%" in lines[1]
 
 
@@ -55,7 +55,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A limit on the size of files, which the system keeps: lines and TensorBoard's events fail, then wait."""
-    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter = Reporter(tmp_path, "cifar10", 40)
     reporter.open(0)
     reporter.train(1, 0.1, 1.0, 0.1, 100.0, 0.5)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -85,7 +85,7 @@ def _by_events(folder: Path) -> dict[str, list[int]]:
 
 
 def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path: Path) -> None:
-    killed = Reporter(tmp_path, watched=False, dataset="cifar10")
+    killed = Reporter(tmp_path, "cifar10", 40)
     killed.open(0)
     for step in (10, 20, 30):
         killed.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
@@ -106,37 +106,23 @@ def test_each_step_is_there_once_after_a_kill_and_a_resume(tmp_path: Path) -> No
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(None, watched=True, dataset="cifar10")
+    reporter = Reporter(None, "cifar10", 40)
     reporter.open(0)
-    with reporter.progress(0, 40, 20):
-        reporter.train(*TRAIN)
-        reporter.evaluation(10, 0.5, TESTED)
-        reporter.say("hello")
+    reporter.train(*TRAIN)
+    reporter.evaluation(10, 0.5, TESTED)
+    reporter.say("hello")
     reporter.summary({"a": 1})
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, watched=True, dataset="cifar10")
-    reporter.open(0)
-    with reporter.progress(0, 40, 20):
-        reporter.train(*TRAIN)
-        reporter.warn("rank 1 is slow")  # Rich has replaced the stream by an object without an encoding
-    out = capfd.readouterr().out
-    assert "epoch 0.50" in out and "step 10 of 40" in out and "\x1b[" in out
-    assert "step 10, loss = 2.2500" in out and "rank 1 is slow" in out
-
-
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], watched: bool) -> None:
-    reporter = Reporter(tmp_path, watched, "cifar10", quiet=True)
+def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(tmp_path, "cifar10", 40, quiet=True)
     reporter.open(0)
     reporter.begin_session(began=50.0, ranks=2, ends=["killed"])
-    with reporter.progress(0, 40, 20):
-        reporter.train(*TRAIN)
-        reporter.evaluation(10, 0.5, TESTED)
-        reporter.warn("rank 1 is slow", step=10)
+    reporter.train(*TRAIN)
+    reporter.evaluation(10, 0.5, TESTED)
+    reporter.warn("rank 1 is slow", step=10)
     reporter.say("done")
     assert capfd.readouterr() == ("", "hvd_cifar: rank 1 is slow\n")
     assert len(events(tmp_path)) == 2

@@ -135,7 +135,7 @@ def test_marks_that_are_none_are_left_out(wrong: str) -> None:
 
 
 def _reporter(folder: Path) -> Reporter:
-    reporter = Reporter(folder, watched=False, dataset="cifar10")
+    reporter = Reporter(folder, "cifar10", 40)
     reporter.open(0)
     return reporter
 
