@@ -94,15 +94,6 @@ class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
         super().__init__(momentum=momentum, epsilon=epsilon, **kwargs)
         _refuse_renorm(self)
 
-    def portable(self, inputs: Any) -> Any:
-        """The same in evaluation by Keras's own layer, in float32: its outputs for symbolic inputs."""
-        of_training = ("_initializer", "_regularizer", "_constraint")  # which evaluation does not need
-        config = {name: value for name, value in self.get_config().items() if not name.endswith(of_training)}
-        twin = keras.layers.BatchNormalization.from_config({**config, "dtype": "float32"})
-        outputs = twin(inputs)
-        twin.set_weights(self.get_weights())
-        return outputs
-
 
 def convert_sync_batch_norm(model: keras.Model) -> int:
     """Make every batch norm layer of a model compute its training statistics over all ranks' examples together.

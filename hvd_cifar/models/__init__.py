@@ -14,13 +14,10 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.recipe import Recipe
-
-AT_ONCE = 500  # images that go through a net while its layers learn from them
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,8 @@ def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
 def adapt(net: Net, images: Callable[[], Any]) -> None:
     """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
 
-    A `keras.layers.Normalization` that has learnt already, or was given a mean, stays as it is. One behind other layers
-    of the net learns from what these make of the images; UserError where it is a layer of a model within the net.
+    A `keras.layers.Normalization` that has learnt already, or was given a mean, stays as it is. UserError where one has
+    not, and is behind other layers of the net.
 
     Args:
         images: called if there are such layers. Returns float [n, height, width, channels], some thousands of training
@@ -89,21 +86,17 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
     learning = [layer for layer in layers if not (isinstance(layer, keras.layers.Normalization) and _has_learnt(layer))]
     seen = images() if learning else None
     for layer in learning:
-        layer.adapt(_inputs_of(layer, net.model, seen) if isinstance(layer, keras.layers.Normalization) else seen)
+        if isinstance(layer, keras.layers.Normalization) and not _is_first(layer, net.model):
+            raise UserError(f"the layer {layer.name} would learn from other layers' outputs: give it mean and variance")
+        layer.adapt(seen)
 
 
-def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> Any:
-    """What a layer gets for images: float [n, ...], in float32 or better."""
+def _is_first(layer: keras.layers.Layer, model: keras.Model) -> bool:
+    """Whether a layer gets the images of a model; False where the model's graph does not show it."""
     try:
-        before = keras.Model(model.inputs[0], layer.input)
-    except (AttributeError, IndexError, TypeError, ValueError):  # the model's graph does not show it
-        raise UserError(
-            f"the layer {layer.name} learns from images, and is in a part of the net: give it mean and variance"
-        ) from None
-    parts = [np.asarray(before(images[begin : begin + AT_ONCE])) for begin in range(0, len(images), AT_ONCE)]
-    values = np.concatenate(parts)
-    # NumPy would add values of half precision in half precision.
-    return values.astype(np.float32) if values.dtype.itemsize < 4 else values
+        return layer.input is model.inputs[0]
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return False
 
 
 def _has_learnt(layer: keras.layers.Normalization) -> bool:

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from hvd_cifar.kernels import compiled, side_by_side, winograd
-from hvd_cifar.models.portable import as_keras
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
@@ -30,10 +29,6 @@ class QuickConv2D(keras.layers.Conv2D):
         if self.use_bias:
             outputs = tf.nn.bias_add(outputs, tf.convert_to_tensor(self.bias))
         return self.activation(outputs)
-
-    def portable(self, images: Any) -> Any:
-        """The same by Keras's layer; see `models.portable`."""
-        return as_keras(keras.layers.Conv2D, self, images)
 
     def _kernel_for(self, images: Any) -> Callable[[Any, Any], Any] | None:
         plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1

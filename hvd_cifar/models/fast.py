@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.layers import FusedBatchNormalization, QuickGelu, SteadyMaxPooling2D
-from hvd_cifar.models.portable import as_keras
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import ToZero
@@ -77,10 +76,6 @@ class Whitening(keras.layers.Conv2D):
     def adapt(self, images: NDArray[np.floating[Any]]) -> None:
         """Make the kernel; see `whitening`."""
         self.kernel.assign(whitening(images))
-
-    def portable(self, images: Any) -> Any:
-        """The same by Keras's layer; see `models.portable`."""
-        return as_keras(keras.layers.Conv2D, self, images)
 
 
 def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArray[np.float32]:

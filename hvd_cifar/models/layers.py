@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.models.portable import as_keras
+from hvd_cifar.models.portable import twin_of
 
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
 
@@ -226,7 +226,8 @@ class FusedBatchNormalization(OwnLayer):
     def portable(self, images: Any) -> Any:
         """The same by Keras's layer."""
         used = [self.gamma] * self.scale + [self.beta, self.moving_mean, self.moving_variance]
-        return as_keras(keras.layers.BatchNormalization, self, images, [variable.numpy() for variable in used])
+        values = [variable.numpy() for variable in used]
+        return twin_of(keras.layers.BatchNormalization, self, (images,), {}, values)[1]
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")

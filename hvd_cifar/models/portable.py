@@ -45,9 +45,11 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
         if id(layer) in twins:
             return twins[id(layer)](*inputs, **options)
         kind = type(layer)
+        if kind.__module__.startswith("hvd_cifar."):  # it only trains otherwise than the class that it derives from
+            kind = next(base for base in kind.__mro__ if base.__module__.startswith("keras."))
         if not kind.__module__.startswith("keras.") or kind is keras.layers.Lambda:
             raise UserError(f"its layer {layer.name} ({kind.__name__}) {_REMEDY}")
-        twins[id(layer)], outputs = _twin(kind, layer, inputs, options)
+        twins[id(layer)], outputs = twin_of(kind, layer, inputs, options)
         return outputs
 
     images = keras.Input(image_shape, name="images")
@@ -64,23 +66,18 @@ def _own(layer: Any) -> Callable[..., Any] | None:
         is_ours = kind.__module__.startswith("hvd_cifar.")
         if "portable" in vars(kind):
             return None if is_ours and is_changed else layer.portable
-        is_changed |= not is_ours and bool({"build", "call", "convolution_op"} & vars(kind).keys())
+        is_changed |= not is_ours and bool({"build", "call"} & vars(kind).keys())
     return None
 
 
 _REMEDY = "is not Keras's own, so TensorFlow alone cannot load it: give its layer a method portable (docs/use.md)"
 
 
-def as_keras(kind: Any, layer: Any, inputs: Any, weights: list[Any] | None = None) -> Any:
-    """The outputs of a layer in evaluation, for symbolic inputs, by a layer of Keras's class `kind`.
+def twin_of(kind: Any, layer: Any, inputs: Any, options: Any, weights: list[Any] | None = None) -> tuple[Any, Any]:
+    """A layer of Keras's class `kind` with the settings and weights of a layer, in float32, and its outputs.
 
-    That takes the layer's settings, and its weights or other `weights`, a list of arrays.
+    `inputs`, `options`: of its call, symbolic. `weights`: arrays that it gets instead of the layer's.
     """
-    return _twin(kind, layer, (inputs,), {}, weights)[1]
-
-
-def _twin(kind: Any, layer: Any, inputs: Any, options: Any, weights: list[Any] | None = None) -> tuple[Any, Any]:
-    """A layer with the same settings, whose floating-point numbers are float32, and its outputs."""
     config = {name: value for name, value in layer.get_config().items() if not name.endswith(_OF_TRAINING)}
     try:
         twin = kind.from_config({**config, "dtype": "float32"})
