@@ -224,12 +224,6 @@ def broadcast_object(value: T) -> T:
     return value if hvd.rank() == 0 else received  # type: ignore[return-value]
 
 
-def gather_bytes(content: bytes) -> list[bytes]:
-    """The bytes of all ranks on rank 0, and [] on the others: one message a rank, which all receive and drop."""
-    parts = (all_gather_object(content if hvd.rank() == rank else b"")[rank] for rank in range(hvd.size()))
-    return [part for part in parts if hvd.rank() == 0]
-
-
 def on_every_rank(function: Callable[[], T]) -> T:
     """Call a function that may fail on some ranks only, and fail on all ranks if it fails on any.
 

@@ -92,10 +92,3 @@ class ImageSizes:
     def __call__(self, step: int) -> int:
         """The size for the next step after `step` finished ones."""
         return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
-
-    def steps_like(self, step: int, first: int, end: int) -> float:
-        """The steps in range(first, end) as a number of steps of the size after `step` finished ones, by pixels."""
-        edges = [-(-part * self.total_steps // len(self.sides)) for part in range(len(self.sides) + 1)]
-        parts = zip(self.sides, edges, edges[1:], strict=False)
-        pixels = sum(side**2 * len(range(max(first, begin), min(end, stop))) for side, begin, stop in parts)
-        return pixels / self(step) ** 2

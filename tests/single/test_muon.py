@@ -76,17 +76,6 @@ def test_it_is_saved_and_made_again_from_its_configuration() -> None:
     assert {name: getattr(made, name) for name in options} == options and not made.resets_norms
 
 
-def test_variables_outside_of_layers_and_a_missing_default_take_the_plain_rate() -> None:
-    scale = keras.Variable(1.0, name="scale")
-    dense = keras.layers.Dense(1, use_bias=False, name="dense")
-    dense.build((None, 1))
-    optimizer = Muon(0.5, others={"dense": (2.0, 0.0)}, momentum_of_others=0.0)
-    optimizer.build([scale, dense.kernel])
-    before = float(dense.kernel.numpy()[0, 0])
-    optimizer.apply([tf.constant(1.0), tf.constant([[1.0]])], [scale, dense.kernel])
-    assert float(scale.numpy()) == 0.5 and float(dense.kernel.numpy()[0, 0]) == pytest.approx(before - 1.0)
-
-
 def test_a_kernel_of_zeros_and_a_scale_of_rank_4() -> None:
     """Only kernels are orthogonalised. A kernel that begins at zero, as in a residual branch, learns."""
     conv = keras.layers.Conv2D(3, 1, use_bias=False, kernel_initializer="zeros")

@@ -13,7 +13,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import resnet
 from hvd_cifar.models.recipe import Batch, Recipe
-from hvd_cifar.optim.schedules import Schedule, cosine
+from hvd_cifar.optim.schedules import cosine
 from hvd_cifar.training.plan import Plan, changed, global_batch, make_schedule, plan, resolve, set_precision
 
 
@@ -30,15 +30,6 @@ def _resolved(values: dict[str, Any], size: int) -> TrainSettings:
 
 def _plan(settings: TrainSettings, size: int) -> Plan:
     return plan(settings, _recipe(settings, size), 50_000, size)
-
-
-@pytest.mark.parametrize(
-    ("step", "rate"),
-    [(0, 0.1), (5, 0.25), (10, 0.4), (11, 0.4), (99, 0.4), (100, 0.04), (199, 0.04), (200, 0.004), (10_000, 0.004)],
-)
-def test_staircase_after_warm_up(step: int, rate: float) -> None:
-    schedule = Schedule(base=0.1, peak=0.4, warmup_steps=10, decay_steps=(100, 200), decay=0.1)
-    assert schedule(step) == pytest.approx(rate, rel=1e-12)
 
 
 # The papers' tables: ResNets fall at 32,000 and 48,000 steps of 128; the tutorial every 350 * 50,000 / 128 steps.
@@ -104,19 +95,6 @@ def test_a_shorter_run_falls_at_the_same_fractions_of_its_steps(examples: int, b
     stairs = make_schedule(settings, recipe, made).decay_steps
     assert [step / made.all_steps for step in stairs] == pytest.approx([0.5, 0.75], abs=0.51 / made.all_steps)
     assert stairs[0] >= 1
-
-
-def test_the_rate_is_scaled_by_examples_or_by_their_square_root() -> None:
-    sizes = (50, 100, 250, 400)
-    assert [Batch(reference=100).scale_of(size) for size in sizes] == [0.5, 1, 2.5, 4]
-    assert Batch(reference=100, power=0.5).scale_of(400) == 2
-
-
-def test_larger_batches_have_a_recipe_of_their_own() -> None:
-    largest = Recipe(epochs=3)
-    larger = Recipe(epochs=2, beyond=(1024, largest))
-    recipe = Recipe(epochs=1, beyond=(256, larger))
-    assert [recipe.for_batch(size).epochs for size in (1, 256, 257, 1024, 1025)] == [1, 1, 2, 2, 3]
 
 
 def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:

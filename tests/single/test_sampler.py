@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.data import sampler
@@ -84,15 +83,6 @@ def test_virtual_shards_are_the_same_for_any_number_of_ranks(length: int, of: in
     ]
     assert found == [alone.micro_batch(j)[1].tolist() for j in range(shards)]  # in this order: neighbours on a rank
     assert sorted(i for shard in found for i in shard if i != sampler.PADDING) == list(range(length))
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 60), sizes)
-def test_a_micro_batch_is_what_dataset_shard_takes(length: int, size: int) -> None:
-    padded = np.append(sampler.epoch_order(0, 0, length), [sampler.PADDING] * max(0, size - length)).astype(np.int64)
-    for rank in _of_one_batch(length, size):
-        taken = list(tf.data.Dataset.from_tensor_slices(padded).shard(size, rank.rank).as_numpy_iterator())
-        assert rank.micro_batch(0)[1].tolist() == taken
 
 
 def test_order_depends_on_seed_and_epoch_and_is_fixed_for_ever() -> None:
