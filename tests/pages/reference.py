@@ -38,8 +38,9 @@ def configuration() -> str:
         NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),
         "`./run.sh COMMAND --help` prints the options of a command. Every command takes `--config FILE`. A setting's "
         "name in this file and in `hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` "
-        "is `global_batch_size`. Options take precedence over the file. Variables of the environment are on a [page of "
-        "their own](environment.md).\n",
+        'is `global_batch_size`, and `--set ema_decay=0` is `set={"ema_decay": 0}`. Options take precedence over the '
+        "file. Tables begin with what most people need, and go on by name. Variables of the environment are on a [page "
+        "of their own](environment.md).\n",
         f"## `./run.sh`: set-up and launcher\n\n```\n{usage}```\n",
     ]
     seen: dict[str, str] = {}  # the command in which a row stands, by the row
@@ -47,7 +48,9 @@ def configuration() -> str:
         places = [str(place.metavar) for place in command.params if isinstance(place, click.Argument)]
         heading = " ".join([name, *places])
         parts.append(f"## `{heading}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
+        common = [name for names in cli.HELP_OF_TRAIN.values() for name in names if name != "config"]
         options = [option for option in command.params if isinstance(option, click.Option)]
+        options.sort(key=lambda one: (common.index(one.name) if one.name in common else len(common), str(one.name)))
         rows = {_option_row(option): option for option in options}
         parts.append("\n".join(row for row in rows if row not in seen) + "\n")
         as_in: dict[str, list[str]] = {}
