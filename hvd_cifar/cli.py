@@ -142,18 +142,17 @@ def _command(name: str, kind: type[Settings], function: Callable[[Settings], Non
 
     def parse(**given: Any) -> functools.partial[None]:
         file = given.pop("config", None)
-        if file == "":  # an unset variable of a shell
-            raise UserError("--config: the path is empty; give a file, or leave the option out")
         chosen = {field: value for field, value in given.items() if value not in (None, ())}
         try:
-            values = read_file(Path(file), config.BATCH if chosen.keys() & config.BATCH else ()) if file else {}
+            left_out = config.BATCH if chosen.keys() & config.BATCH else ()
+            values = {} if file is None else read_file(Path(file), left_out)
             settings = config.make(kind, {**values, **chosen})
         except UserError as error:
-            error.of_one_rank = bool(file)  # another host may have another file
+            error.of_one_rank = file is not None  # another host may have another file
             raise
         return functools.partial(function, settings)
 
-    file_help = "YAML or JSON file of settings; options take precedence over it."
+    file_help = "JSON file of settings, such as a run's config.json; options take precedence over it."
     params = [*options_of(kind), click.Option(["--config"], metavar="FILE", help=file_help)]
     made = _GroupedHelp if name == "train" else click.Command
     if name == "train":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import types
 import typing
@@ -12,15 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import click
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from hvd_cifar.errors import UserError, printable
-from hvd_cifar.files import read_limited
-
-MOST_SHOWN = 80  # characters of a wrong value in an error message
-REMEDY = "give a YAML or JSON file of settings, with one 'name: value' a line"
-NOTHING = ("", "~", "null", "Null", "NULL")  # YAML's words for the recipe's value
+from hvd_cifar.errors import UserError, shown
+from hvd_cifar.files import read_json
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DEFAULT_PER_RANK_BATCH_SIZE = 128
@@ -204,12 +198,6 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         raise UserError(f"{option} {shown(first['input'])}: {message[0].lower()}{message[1:]}") from None
 
 
-def shown(value: Any) -> str:
-    """A wrong value as an error message shows it: on one line, at most `MOST_SHOWN` characters."""
-    text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
-
-
 def options_of(kind: type[Settings]) -> list[click.Parameter]:
     """The option, or the argument, of each field of settings."""
     return [_option(kind, field, info) for field, info in kind.model_fields.items()]
@@ -252,35 +240,16 @@ def _metavar(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def read_file(path: Path, left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Settings of a YAML or JSON file, such as a run's config.json, by field, without those of `left_out`.
+    """Settings of a JSON file, such as a run's config.json, by field, without those of `left_out`.
 
-    UserError where the file is not readable, too large or holds no mapping.
+    UserError where the file is not readable, too large or holds no object.
     """
     try:
-        content = _parse(read_limited(path).decode())
-    except yaml.YAMLError as failure:
-        mark = getattr(failure, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise UserError(f"--config {path}: it is neither YAML nor JSON{where}; {REMEDY}") from None
-    except (OSError, ValueError, TypeError, RecursionError) as failure:
-        reason = getattr(failure, "strerror", None) or shown(" ".join(str(failure).split()))
-        raise UserError(f"--config {path}: {reason}; {REMEDY}") from None
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no settings")
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "strerror", None) or " ".join(str(failure).split())
+        raise UserError(f"--config {path}: {reason}; give a JSON file, such as a run's config.json") from None
     content.pop("run", None)  # facts about the run in its config.json, no settings
     return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
-
-
-def _parse(text: str) -> dict[str, Any]:
-    """The mapping in a text. ValueError where it holds something else.
-
-    A plain value of YAML is text, as on the command line, and the field's type converts it: YAML's own types would make
-    `off` False, `10:20` 620 and `010` 8.
-    """
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
-        content = yaml.load(text, yaml.BaseLoader)
-        if isinstance(content, dict):
-            content = {key: None if value in NOTHING else value for key, value in content.items()}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ValueError("it holds no settings")
-    return content
