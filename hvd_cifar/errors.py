@@ -11,6 +11,7 @@ RESUME = 75  # EX_TEMPFAIL: the run stopped because it was asked to; the same co
 STALLED = 69  # EX_UNAVAILABLE: a rank hangs, and the others wait for it in vain
 # Parts of error messages, by which the launcher knows that another start would fail in the same way.
 DIVERGED = "model diverged"  # the loss is not finite
+MOST_SHOWN = 80  # characters of a wrong value in an error message
 OUT_OF_SYNC = "ranks are out of sync"  # an elastic job's copies of the state differ like the ranks
 
 
@@ -54,6 +55,12 @@ def reason_of(failure: BaseException) -> str:
 def printable(text: str) -> str:
     """Untrusted text on one line, with control characters escaped so that a terminal does not act on them."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error message shows it: on one line, at most `MOST_SHOWN` characters."""
+    text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def cause_of(failure: BaseException) -> str:

@@ -135,7 +135,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
         found = _found(said)
         silent = sorted(found["ssh"])
         assert len(silent) == 4
-        assert re.match("failure node2: ssh node2: no (way to it|answer) -> is it on", silent[0])
+        assert re.match("failure node2: ssh node2: connect to host node2 .* -> log in by hand: ssh node2", silent[0])
         assert silent[1] == "failure node3: ssh node3: it asks for a password -> ssh-copy-id node3"
         assert silent[2].startswith("failure node4: ssh node4: its key is not known here") and "ssh node4" in silent[2]
         assert silent[3].startswith("failure node5: node5 has no environment like this one")

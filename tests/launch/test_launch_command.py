@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ FLAGS += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "
     [
         ([], None, (), ("train",)),
         (["evaluate", "-np", "3"], None, (), ("evaluate", "-np", "3")),
-        (["-np", "3"], 3, (), ("train",)),
         (["-n", "1", "train", "--seed", "1"], 1, (), ("train", "--seed", "1")),
-        (["-H", "a:4,b:2", "train"], None, (Host("a", 4), Host("b", 2)), ("train",)),
-        (["-np", "5", "-H", "a:4,b", "train"], 5, (Host("a", 4), Host("b", 1)), ("train",)),
+        (["-np", "5", "-H", "a:4,b,a:2", "train"], 5, (Host("a", 6), Host("b", 1)), ("train",)),
         (["--allreduce=auto"], None, (), ("train",)),
         (["-np", "2", "--", "train", "--seed", "1"], 2, (), ("train", "--seed", "1")),
         (["-np", "2", "--"], 2, (), ("train",)),
@@ -72,16 +70,11 @@ def test_an_option_of_the_launcher_after_the_command(capfd: pytest.CaptureFixtur
     ("argv", "message"),
     [
         (["-np", "0", "train"], "-np 0: input should be greater than 0"),
-        (["-np", "two", "train"], "-np two: input should be a valid integer"),
-        (["-np", "-1", "train"], "-np -1: input should be greater than 0"),
         (["-np"], "Option '-np' requires an argument"),
-        (["--validation-ranks", "0"], "--validation-ranks 0: input should be greater than 0"),
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
-        (["-np", "2", "-H", "a"], "more than the 1 slot of"),
         (["-H", "a:2", "--hostfile", "f"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not NAME:SLOTS"),
         (["-H", "a:x"], "slots of a"),
-        (["-H", "a:2,b:1,a:1"], "a is there twice"),
         (["--allreduce", "tree"], "--allreduce tree: input should be 'auto' or 'ring'"),
         (["--dry-run=yes"], "Option '--dry-run' does not take a value"),
         (["-H", "a;reboot:1"], "is not NAME:SLOTS"),
@@ -162,10 +155,7 @@ def test_started_several_times(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     ("text", "hosts"),
     [
         ("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n", (Host("a", 4), Host("b.example", 2))),
-        ("a slots=2 max_slots=4\nb max-slots=3\nc cpu=2 // mpirun's\n", (Host("a", 2), Host("b", 3), Host("c", 2))),
-        ("a\na\nb\nb\n", (Host("a", 2), Host("b", 2))),  # PBS: a name for each slot
-        ("a\nb\na\n", (Host("a", 2), Host("b", 1))),
-        ("localhost\nb slots=1\n", (Host("localhost", len(os.sched_getaffinity(0))), Host("b", 1))),  # its cores
+        ("a\na\nb\nc slots=2\n", (Host("a", 2), Host("b", 1), Host("c", 2))),  # PBS: a name for each slot
         ("a:2\nb:3\n", (Host("a", 2), Host("b", 3))),  # MPICH and Intel MPI
         ("\ufeffa slots=2\r\nb slots=1\r\n", (Host("a", 2), Host("b", 1))),
     ],
@@ -182,9 +172,7 @@ def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_pat
         ("a slots=x\n", "whole number"),
         ("a:2 slots=2\n", "is not NAME"),
         ("a\nme@b slots=2\n", "line 2: 'me@b slots=2' is not .*; its user's name goes into ~/.ssh/config"),
-        ("a slots=2\na slots=1\n", "a is there twice"),
         ("# none\n", "no host"),
-        ("nosuch.invalid\n", "nosuch.invalid stands there without slots=N, and cannot be asked for its cores: "),
     ],
 )
 def test_hostfiles_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -205,18 +193,6 @@ def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
     for path in [*files, more]:
         hosts = ",".join(f"{host.name}:{host.slots}" for host in read_hostfile(path))
         assert parse_host_files(str(path)) == hosts
-
-
-def test_horovodrun_asks_no_tensorflow_what_its_library_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As set-up has patched it."""
-    from horovod.common import util
-
-    def fail(*asked: Any) -> None:
-        raise AssertionError(f"a process imports TensorFlow: {asked}")
-
-    monkeypatch.setattr(util, "_check_extension_lambda", fail)
-    assert util._tensorflow_library_has(b"13GlooAllreduceE") and not util._tensorflow_library_has(b"no such symbol")
-    assert util.mpi_built(verbose=True) and util.gloo_built(verbose=True)
 
 
 def test_ranks_by_default() -> None:
@@ -319,14 +295,6 @@ def test_command_on_other_hosts() -> None:
     assert _command(1, (Host("other", 1),), network)[0] == MPIRUN
 
 
-def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> Network:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(of_ranks, "find_network", interrupted)
-    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
-
-
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
 def test_any_login_shell_runs_programs_of_several_lines(shell: str) -> None:
     """csh ends a quoted word at the end of the line, and takes ! for an event of its history."""
@@ -360,42 +328,40 @@ def test_no_ssh_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost"))
 
 
+@pytest.fixture
+def a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Make up what the environment is built for, what nvidia-smi does, and CUDA_VISIBLE_DEVICES."""
+
+    def make(built_for: str, nvidia_smi: str, visible: str) -> None:
+        _program(tmp_path, "nvidia-smi", nvidia_smi, monkeypatch)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(of_ranks, "version", lambda _: f"0.28.1+{built_for}.tf2.21.0")
+
+    return make
+
+
 NVIDIA_SMI = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-bb)'"
 UNUSED = "note: ranks compute on the CPU, and {} GPUs stay unused; to use them: ./run.sh setup --gpu"
 NONE = "note: ranks compute on the CPU: nvidia-smi lists no GPU here; is the driver loaded?"
 
 
 @pytest.mark.parametrize(
-    ("words", "built_for", "nvidia_smi", "visible", "ranks", "note"),
+    ("words", "machine", "ranks", "note"),
     [
-        ([], "cpu", NVIDIA_SMI, None, None, UNUSED.format(2)),
-        (["-H", "localhost:3"], "cpu", NVIDIA_SMI, "1", 3, UNUSED.format(1)),
-        (["-np", "3"], "cpu", NVIDIA_SMI, "", 3, ""),
-        ([], "gpu", NVIDIA_SMI, None, 2, ""),  # a rank per GPU
-        (["-np", "3"], "gpu", NVIDIA_SMI, "-1", 3, ""),
-        (["-np", "2"], "gpu", "echo NVIDIA-SMI has failed; exit 9", None, 2, NONE),
+        ("-H localhost:3", ("cpu", NVIDIA_SMI, "1"), 3, UNUSED.format(1)),
+        ("-np 3", ("cpu", NVIDIA_SMI, ""), 3, ""),
+        ("", ("gpu", NVIDIA_SMI, "0,1"), 2, ""),  # a rank per GPU
+        ("-np 3", ("gpu", NVIDIA_SMI, "-1"), 3, ""),
+        ("-np 2", ("gpu", "echo NVIDIA-SMI has failed; exit 9", "0"), 2, NONE),
     ],
 )
 def test_gpus_that_are_unused_or_missing_are_told_once(
-    words: list[str],
-    built_for: str,
-    nvidia_smi: str,
-    visible: str | None,
-    ranks: int | None,
-    note: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    words: str, machine: tuple[str, str, str], ranks: int, note: str, a_machine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    _program(tmp_path, "nvidia-smi", nvidia_smi, monkeypatch)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(of_ranks, "version", lambda _: f"0.28.1+{built_for}.tf2.21.0")
-    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
+    a_machine(*machine)
+    assert launcher.main(["--dry-run", *words.split(), "train", "--dataset", "synthetic"], cli.check) == 0
     out, err = capfd.readouterr()
-    assert ranks is None or f" -np {ranks} " in out
-    assert err == (f"hvd_cifar: {note}\n" if note else "")
+    assert f" -np {ranks} " in out and err == (f"hvd_cifar: {note}\n" if note else "")
 
 
 RULE = "-" * 74 + "\n"
@@ -520,20 +486,16 @@ def test_a_signal_while_mpirun_starts_is_not_lost() -> None:
 def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    odd = os.fsdecode(b"caf\xe9")
     monkeypatch.chdir(tmp_path)
     for words, told in (
-        (["--hostfile", odd, "train"], b"the name is not UTF-8"),
-        (["python", f"{odd}.py"], b"python caf\xe9.py: no such file"),
+        (["--hostfile", os.fsdecode(b"caf\xe9"), "train"], b"the name is not UTF-8"),
+        (["python", os.fsdecode(b"caf\xe9.py")], b"python caf\xe9.py: no such file"),
         (["-H", "a..b:2", "train"], b"a..b"),
         (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),
     ):
         assert launcher.main(words, cli.check) == 2, words
         said = capfdbinary.readouterr().err
         assert told in said and said.count(b"\n") == 1, said
-    (tmp_path / f"{odd}.py").touch()
-    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"], cli.check) == 0
-    assert b"caf\xe9.py" in capfdbinary.readouterr().out
 
 
 def test_launchers_of_one_second_name_run_directories_of_their_own(capfd: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def find_network(participants: Participants) -> Network:
     """
     with running(participants, PROBE.read_text(), SECONDS_TO_ANSWER) as (programs, answers, silent):
         if silent:
-            raise Unreachable("; ".join(": ".join(filter(None, fault)) for fault in silent.values()), list(silent))
+            raise Unreachable("; ".join(": ".join(fault) for fault in silent.values()), list(silent))
         cards = {host: [Card(**card) for card in answer["cards"]] for host, answer in answers.items()}
         found = candidates(cards, {host: answer["named"] for host, answer in answers.items()})
         if not found:

@@ -46,7 +46,6 @@ mkdir -p {checkout} && cd {checkout} && rm -rf .new && mkdir .new && : > {sent} 
 tar -xf - -C .new && [ -e .new/{sent} ] && mv .new/{sent} .new-{sent} || exit 1
 rm -rf hvd_cifar .venv && mv .new/hvd_cifar .new/.venv . && cp -Rp .new/. . && rm -rf .new || exit 1
 .venv/bin/python -I -c '' 2>/dev/null || {{ echo "no such Python as here, {python}: install it" >&2; exit 1; }}
-[ -z "{gpu}" ] || .venv/bin/python -I -m hvd_cifar.launch.install.machine || exit 1
 TF_CPP_MIN_LOG_LEVEL=2 .venv/bin/python -I hvd_cifar/runtime/check_build.py {gpu} >/dev/null || exit 1
 mv .new-{sent} {sent}
 """
@@ -127,8 +126,20 @@ def _send(name: str, here: Here, stamp: str) -> None:
 
 
 def _ask(name: str, script: str, stdin: Any = subprocess.DEVNULL, seconds: float = SECONDS_TO_ANSWER) -> str:
-    """The output of a shell script on a host. Raises UserError."""
-    return ssh.ask(name, ["sh", "-c", script], seconds, stdin)
+    """The output of a shell script on a host. Raises UserError where it fails, and where the host does not answer."""
+    try:
+        words = ssh.words(name, ["sh", "-c", script])
+        done = subprocess.run(words, stdin=stdin, capture_output=True, timeout=seconds)
+    except FileNotFoundError:
+        raise UserError(ssh.NO_SSH) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"no answer within {seconds:g} s") from None
+    complaint = done.stderr.decode(errors="replace")
+    if done.returncode == ssh.FAILED:
+        raise UserError(": ".join(ssh.diagnose(name, complaint)))
+    if done.returncode:
+        raise UserError((complaint.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return done.stdout.decode(errors="replace")
 
 
 def files_of(checkout: Path) -> tuple[str, ...]:

@@ -124,7 +124,7 @@ def _parser() -> _Parser:
     parser.add_argument("command", choices=["setup", "needed", "wheel"])
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", dest="hosts", type=parse_hosts, default=())
-    hosts.add_argument("--hostfile", dest="hosts", type=lambda word: read_hostfile(Path(word), counts_cores=False))
+    hosts.add_argument("--hostfile", dest="hosts", type=lambda word: read_hostfile(Path(word)))
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--gpu", action="store_true", default=None)
     either.add_argument("--cpu", action="store_false", dest="gpu", default=None)
@@ -204,8 +204,6 @@ def _set_up(options: Options, here: machine.Machine, lock: int) -> None:
         )
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {options} (log: {log_path})")
-    if here.gpu:
-        say(f"  {here.gpu}. What was tried on a GPU: docs/gpu.md")
     # pip can update the environment; but packages of CPU and GPU overwrite each other's files.
     fresh = not (
         before.get("complete") is True

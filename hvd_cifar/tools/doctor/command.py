@@ -57,7 +57,7 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
     `nodes`: of the Slurm allocation, () outside of one.
     """
     if settings.hostfile is not None:
-        hosts = read_hostfile(settings.hostfile, counts_cores=False)
+        hosts = read_hostfile(settings.hostfile)
     elif settings.hosts is not None:
         hosts = parse_hosts(settings.hosts)
     elif nodes:
