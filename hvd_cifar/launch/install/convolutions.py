@@ -54,7 +54,7 @@ def compile_into(steps: Steps, venv: Path, environment: Environment, machine: Ma
         return work / LIBRARY.name
 
     try:
-        found = built(steps, ("convolutions, compiled before", "convolutions"), made_of, venv / "wheels", build)
+        found = built(steps, ("convolutions, compiled before", "convolutions"), made_of, build)
     except StepFailed as error:
         say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
         return

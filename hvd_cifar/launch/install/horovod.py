@@ -80,7 +80,7 @@ def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine) 
     def build(work: Path) -> Path:
         _lay_out(work, venv, environment.folder if machine.gpu else None)
         python = str(work / "venv" / "bin" / "python")
-        source = _source(steps, python, work, bool(machine.gpu))
+        source = _source(steps, python, work, machine.gpu)
         if machine.gpu:
             kernels = source / "horovod" / "common" / "ops" / "cuda"
             shutil.copy(KERNELS, kernels)
@@ -90,7 +90,7 @@ def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine) 
         steps.run([python, "-m", "pip", "wheel", *options, str(source)], env)
         return next((work / "built").glob("horovod-*.whl"))
 
-    return built(steps, names, ingredients(environment, machine), venv / "wheels", build)
+    return built(steps, names, ingredients(environment, machine), build)
 
 
 def lay_over(steps: Steps, python: str, packages: Path) -> None:

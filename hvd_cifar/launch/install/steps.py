@@ -129,27 +129,21 @@ def environment_in(venv: Path) -> Environment:
     return Environment(folder, {str(d.metadata["Name"]).lower().replace("_", "-"): d.version for d in found})
 
 
-def cache_folder(otherwise: Path) -> Path:
-    """The user's folder for what is built, or `otherwise` if that is not writable."""
+def cache_folder() -> Path:
+    """The user's folder for what is built."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_cifar", "wheels")
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        folder = otherwise
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def built(
-    steps: Steps, names: tuple[str, str], made_of: Mapping[str, object], otherwise: Path, build: Callable[[Path], Path]
-) -> Path:
+def built(steps: Steps, names: tuple[str, str], made_of: Mapping[str, object], build: Callable[[Path], Path]) -> Path:
     """The file that `build` makes in a folder, from the cache, or built and put there. Raises StepFailed.
 
     One process per key, `made_of`, builds; others wait for its lock. A finished file's folder appears in the cache in
     one step. `names`: of the step if the file is there already, and if it is built.
     """
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
-    folder = cache_folder(otherwise) / key
+    folder = cache_folder() / key
     waiting = f"another set-up builds the same {names[1].split(':')[0]}: waiting for it"
     with locked(folder.with_suffix(".lock"), waiting):
         if folder.is_dir() and (found := next(filter(Path.is_file, folder.iterdir()), None)):
