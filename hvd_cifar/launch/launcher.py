@@ -18,12 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hvd_cifar
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.files import complain, write
 from hvd_cifar.import_path import OPTIONS as ISOLATED
-from hvd_cifar.import_path import foreign
 from hvd_cifar.launch.cluster import slurm
 from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.command import Request, notes, parse, ranks_of, with_allocation
@@ -31,7 +29,6 @@ from hvd_cifar.launch.elastic import ElasticRun
 from hvd_cifar.launch.jobs import launch
 from hvd_cifar.runtime.environment import copies, launched_size
 
-MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in PYTHONPATH would take
 ALONE = ("doctor", "export", "predict", "report")  # commands that run in a single process, not as ranks
 
 
@@ -52,7 +49,6 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         settings = None if request.is_program else check(list(request.command))
         if request.command[0] in ALONE:
             return _become(request)
-        _note_foreign_modules(request)
         code = _start_ranks(request, settings)
         if code >= 128 and sys.stdout.isatty():
             write(1, b"\x1b[?25h\n")  # shows the cursor, which a killed rank leaves hidden with its progress bar
@@ -106,15 +102,6 @@ def _with_run_dir(request: Request, settings: config.TrainSettings) -> Request:
     # --resume never is for the first start. A restart resumes the run that it began.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
     return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
-
-
-def _note_foreign_modules(request: Request) -> None:
-    """Print a note where PYTHONPATH holds modules of the names of this environment's."""
-    files = foreign(("hvd_cifar", *MODULES), os.environ, own=str(Path(hvd_cifar.__file__).parents[1]))
-    if files and request.is_program:
-        complain(f"note: your program imports {files[0]}, from PYTHONPATH, in the place of this environment's")
-    elif files:
-        complain(f"note: {files[0]}, from PYTHONPATH, is not imported: this environment's packages come first")
 
 
 def _stop_early(number: int, _: object) -> None:

@@ -84,11 +84,6 @@ def test_ranks_import_a_user_s_modules_after_all_others(embedded: Path, hostile:
     done = _run(hostile, "-np", "2", "train", *own, *short, PYTHONPATH=str(hostile))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("beside was found") == 2 and _executed(hostile) == ""
-    notes = [line for line in done.stderr.splitlines() if "PYTHONPATH" in line]
-    assert notes == [
-        f"hvd_cifar: note: {hostile}/hvd_cifar.py, from PYTHONPATH, is not imported: "
-        "this environment's packages come first"
-    ]
 
 
 def test_python_m_forgets_the_current_folder_as_soon_as_it_can(tmp_path: Path) -> None:
@@ -102,7 +97,7 @@ def test_python_m_forgets_the_current_folder_as_soon_as_it_can(tmp_path: Path) -
 
 
 def test_a_program_of_the_user_s_own_imports_as_python_does(tmp_path: Path) -> None:
-    """From its folder, and from PYTHONPATH, of whose modules one that hides the environment's is named."""
+    """From its folder, and from PYTHONPATH, whose modules may hide the environment's."""
     (tmp_path / "program.py").write_text("import mine, numpy\nprint(mine.VALUE, numpy.VALUE)\n")
     (tmp_path / "mine.py").write_text("VALUE = 1\n")
     (tmp_path / "more").mkdir()
@@ -110,5 +105,3 @@ def test_a_program_of_the_user_s_own_imports_as_python_does(tmp_path: Path) -> N
     words = ["-np", "1", "python", "program.py"]
     done = _run(tmp_path, *words, PYTHONPATH=str(tmp_path / "more"), PYTHONHOME="/proc/none")
     assert (done.returncode, done.stdout) == (0, "1 2\n"), done.stderr
-    (note,) = done.stderr.splitlines()
-    assert note.startswith(f"hvd_cifar: note: your program imports {tmp_path}/more/numpy.py, from PYTHONPATH")
