@@ -10,12 +10,10 @@ import contextlib
 import json
 import secrets
 import shlex
-import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from hvd_cifar import config
@@ -23,13 +21,13 @@ from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.files import complain
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, read_hostfile
-from hvd_cifar.launch.cluster.network import Unreachable
+from hvd_cifar.launch.cluster.network import Participants, Unreachable, running
 from hvd_cifar.launch.command import Request, first_slots, make_starter, slots_of
 from hvd_cifar.launch.job import Heir, Job
-from hvd_cifar.launch.jobs import FINAL, STARTS_WITHOUT_A_STEP, is_hopeless
+from hvd_cifar.launch.jobs import FINAL, Ends, last_step
 from hvd_cifar.launch.output import Lost
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
-from hvd_cifar.runtime.shared_memory import NONE, folder_of, numbers_of, versions_in
+from hvd_cifar.runtime.shared_memory import NONE, folder_of, versions_in
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where no rank of this host copies the state
@@ -81,7 +79,6 @@ class ElasticRun:
         self.roster = Roster(*(given.cool_down or (10, 300)))
         self.way = slurm if request.in_slurm else ssh
         self.folder = folder_of(f"hvd_cifar-{secrets.token_hex(8)}")  # of the copies of the state, on each host
-        self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
         self.doubted: set[str] = set()  # hosts that were lost or silent, and have not answered since
         self.has_started = False
@@ -89,7 +86,8 @@ class ElasticRun:
         if given.hostfile and not given.hostfile.is_file():
             raise UserError(f"--hostfile {given.hostfile}: --elastic reads it again and again: give a file")
         self.check(self.ranks or max(self.fitting(self.most), self.least))
-        slots, needed = slots_of(self.discover()), self.ranks or self.least
+        self.found = self.discover()  # the hosts that it has found last
+        slots, needed = slots_of(self.found), self.ranks or self.least
         if not given.hostfile and slots < needed:
             raise UserError(
                 f"--elastic {self.least}:{self.most}: {needed} ranks are needed, and the hosts have {slots} slots; "
@@ -119,35 +117,29 @@ class ElasticRun:
 
     def run(self) -> int:
         """Start ranks until the job ends, and return its exit code. Raises UserError where it cannot start."""
-        heir, remove = Heir(), ["rm", "-rf", str(self.folder)]
-        heir.inherit(shlex.join(remove))
+        heir = Heir()
+        heir.inherit(shlex.join(["rm", "-rf", str(self.folder)]))
         try:
             return self._run()
         finally:
-            self._ask(self.used, remove)
+            self._silent(self.used, f"import shutil; shutil.rmtree({str(self.folder)!r}, True)")
             heir.release(runs=True)
 
     def _run(self) -> int:
-        least = self.ranks or self.least
-        without_a_step, step = 0, NONE
+        least, ends = self.ranks or self.least, Ends()
         while True:
             hosts = self._hosts(least)
             if hosts is None:
                 return RESUME
             least = self.least
             code, lost = self._run_on(hosts)
-            if self.job.asked or code in FINAL and code != RESUME or is_hopeless(self.job.tail):
+            if self.job.asked or code in FINAL and code != RESUME:
                 return code
-            gone = {one.host for one in lost if one.rank is None}
-            if (now := self._newest_copy()) <= step:
-                now = self._newest_copy([host.name for host in hosts if host.name not in gone])
-            # `now` may be less: a lost host had a newer copy.
-            without_a_step, step = 0 if now > step else without_a_step + 1, now
             is_resized = code == RESUME and self.job.stops  # stopped by `_watch` to add or remove ranks: no failure
-            if is_resized:
-                without_a_step = 0
-            if without_a_step == STARTS_WITHOUT_A_STEP:
-                complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
+            if not is_resized:
+                ends.add(self._newest_step())
+            if reason := ends.why_no_other_start(self.job.tail):
+                complain(f"exit code {code}; the job does not start again: {reason}")
                 return code
             for one in lost:
                 self._lose(one, code)
@@ -179,7 +171,7 @@ class ElasticRun:
         return code, [one if one.rank is None else Lost(of_ranks[one.rank], one.rank) for one in self.job.lost]
 
     def _lose(self, lost: Lost, code: int) -> None:
-        if lost.host not in {host.name for host in self.found or ()}:
+        if lost.host not in {host.name for host in self.found}:
             return
         seconds = self.roster.lose(lost.host, whole=lost.rank is None)
         if lost.rank is None:
@@ -222,8 +214,6 @@ class ElasticRun:
         try:
             self.found = self.discover()
         except UserError as failure:
-            if self.found is None:
-                raise
             if str(failure) != self.complaint:  # once, not every second
                 self.complaint = str(failure)
                 complain(f"elastic: {failure}; the hosts known so far stay")
@@ -231,17 +221,17 @@ class ElasticRun:
 
     def _watch(self, hosts: tuple[Host, ...], ended: threading.Event) -> None:
         """Ask the ranks to stop, so that the job starts again, when slots are added or withdrawn."""
-        began, first_step, seen = 0.0, self._newest_copy(), 0
+        began, first_step, seen = 0.0, self._newest_step(), 0
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             if not self.job.runs:  # the hosts are asked first; there is nobody to stop
                 continue
             began = began or time.monotonic()
             better = self._allowed(self._look())
-            there = {host.name: host.slots for host in self.found or ()}
+            there = {host.name: host.slots for host in self.found}
             withdrawn = [host.name for host in hosts if host.slots > there.get(host.name, 0)]
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
-            has_begun = self._newest_copy() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
+            has_begun = self._newest_step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
             if seen < 2 or not has_begun:  # twice, since new hosts rarely appear all at once
                 continue
             if more and self._rest_silent({host.name for host in better} - {host.name for host in hosts}):
@@ -253,31 +243,24 @@ class ElasticRun:
 
     def _rest_silent(self, names: set[str]) -> bool:
         """Let those of these hosts rest that do not answer. Return whether there are any."""
-        silent = {host for host, said in self._ask(names, ["true"]).items() if said is None}
+        silent = self._silent(names)
         self.doubted = (self.doubted - names) | silent
         for host in sorted(silent):
             complain(f"elastic: {host} does not answer; it rests for {self.roster.lose(host, whole=True):g} s")
         return bool(silent)
 
-    def _ask(self, hosts: Collection[str], command: Sequence[str]) -> dict[str, bytes | None]:
-        """What a command prints on each of these hosts, without this one; None: it fails, or does not end in time."""
+    def _silent(self, hosts: Collection[str], program: str = "") -> set[str]:
+        """Run a program of Python on these hosts, without this one. Return those that do not answer in time."""
+        others = [host for host in hosts if not is_local(host)]
+        if not others:
+            return set()
+        participants, text = Participants(others, "", self.way), f"input()\n{program}\nprint('{{}}')"
+        with running(participants, text, ANSWER_SECONDS) as (_, _, silent):
+            return set(silent)
 
-        def answer(host: str) -> bytes | None:
-            words = self.way.words(host, command)
-            # OSError: there is no ssh here.
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                done = subprocess.run(
-                    words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, start_new_session=True
-                )
-                return None if done.returncode else done.stdout
-            return None
+    def _newest_step(self) -> int:
+        """The newest step that this host knows of, from its copy of the state or from metrics.jsonl; -1: there is none.
 
-        others = sorted(host for host in hosts if not is_local(host))
-        with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
-            return dict(zip(others, pool.map(answer, others), strict=True))
-
-    def _newest_copy(self, hosts: Sequence[str] = ()) -> int:
-        """The newest version of the state on this host, and on any of `hosts`; -1: there is none."""
-        listed = b"\n".join(filter(None, self._ask(hosts, ["ls", str(self.folder)]).values()))
-        there = numbers_of(listed.decode(errors="replace").splitlines())  # beside a login's text
-        return max([*versions_in(self.folder), *there], default=NONE)
+        A copy's number is larger after a rollback (`extensions.elastic_copies`).
+        """
+        return max([*versions_in(self.folder), last_step(self.request.run_dir) or NONE])

@@ -21,13 +21,12 @@ from hvd_cifar.errors import RESUME, STALLED, TrainingError
 from hvd_cifar.files import complain, write
 from hvd_cifar.launch.output import Errors, Lost, by_rank
 from hvd_cifar.runtime.environment import LAUNCH, Launch
-from hvd_cifar.runtime.process import adopt_orphans, is_pending, waited_for
+from hvd_cifar.runtime.process import adopt_orphans, is_pending
 from hvd_cifar.runtime.watch import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SECONDS_FOR_ORPHANS = 2.0  # before they are killed: those that print a rank's last lines end by themselves
 SECONDS_BETWEEN_ASKS = 1.0
-SECONDS_FOR_MPIRUN = 5.0  # to end a job by itself, once a rank has ended
 SECONDS_FOR_STARTER = 3.0  # for mpirun to end, after the ranks have named one that hangs
 TAIL_BYTES = 4096
 ENDS_TOLD = 8  # number of earlier ends that the next start is told, in a variable of limited length
@@ -171,20 +170,15 @@ class Job:
 
         Returns the exit code of a job that was ended, since a rank held it up; else 0.
         """
-        code, end, missed_for = 0, 0.0, 0.0
+        code, end = 0, 0.0
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_BETWEEN_ASKS)
                 return code
-            missed_for = missed_for + SECONDS_BETWEEN_ASKS if (missed := waited_for(process.pid)) else 0.0
             if code and time.monotonic() > end:
                 process.kill()  # mpirun waits for hosts that it cannot reach
             elif not code and lost_ranks(self.tail.decode(errors="replace")):
                 code, end = STALLED, time.monotonic() + SECONDS_FOR_STARTER
-            elif not code and missed_for > SECONDS_FOR_MPIRUN:
-                code = TrainingError.code
-                for rank in missed:
-                    self._pass_on(self._errors.ended_first(rank))
             if self.can_stop and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self.stops:

@@ -32,7 +32,7 @@ from hvd_cifar.runtime.environment import BESIDE, Beside
 from hvd_cifar.runtime.process import signalled_with_parent
 
 SECONDS_TO_END = 10.0  # for validation ranks
-STARTS_WITHOUT_A_STEP = 3  # in a row, after which a job does not start again
+MOST_ALIKE = 3  # starts in a row that end after the same step: the job does not start again
 END_BYTES = 1 << 20  # of metrics.jsonl, which grows with the run: some thousand lines
 # Exit codes after which a job never restarts: success, a user's error, stopped as asked, and a second Ctrl-C.
 FINAL = (0, 2, RESUME, 128 + signal.SIGINT)
@@ -68,17 +68,11 @@ def launch(request: Request, settings: Any) -> int:
 
 def _restart(code: int, request: Request, job: Job, starter: Starter) -> int:
     """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
-    most, restart, alike, step = request.settings.max_restarts, 0, 0, None
+    most, restart, ends = request.settings.max_restarts, 0, Ends()
     while code not in FINAL and not job.asked:
-        now = None if request.is_program else last_step(request.run_dir)
-        if now is None or now != step:
-            alike, step = 0, now
-        alike += bool(job.last_words)  # else no rank ran: a host may be booting
-        reason = f"--max-restarts {most}" if restart == most else ""
-        if step is not None and alike == STARTS_WITHOUT_A_STEP:
-            reason = f"{alike} starts in a row ended after step {step}"
-        if is_hopeless(job.tail):
-            reason = "it would fail in the same way"
+        if not request.is_program and job.last_words:  # else no rank ran: a host may be booting
+            ends.add(last_step(request.run_dir))
+        reason = ends.why_no_other_start(job.tail) or f"--max-restarts {most}" * (restart == most)
         if reason:
             complain(f"exit code {code}; the job does not start again: {reason}")
             return code
@@ -92,9 +86,23 @@ def _restart(code: int, request: Request, job: Job, starter: Starter) -> int:
     return code
 
 
-def is_hopeless(tail: bytes) -> bool:
-    """Whether another start would fail in the same way, by the end of a job's stderr."""
-    return DIVERGED.encode() in tail or OUT_OF_SYNC.encode() in tail
+class Ends:
+    """How many of the last starts of a job have ended after the same step."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None  # None: it is not known
+        self._alike = 0
+
+    def add(self, step: int | None) -> None:
+        """A start has ended after a step."""
+        self._alike = (self._alike if step == self._step else 0) + (step is not None)
+        self._step = step
+
+    def why_no_other_start(self, tail: bytes) -> str:
+        """Why another start would end as the last ones did; "": it may not. `tail`: the end of the job's stderr."""
+        if DIVERGED.encode() in tail or OUT_OF_SYNC.encode() in tail:
+            return "it would fail in the same way"
+        return f"{MOST_ALIKE} starts in a row ended after the same step" if self._alike == MOST_ALIKE else ""
 
 
 def last_step(run_dir: Path) -> int | None:

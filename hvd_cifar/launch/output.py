@@ -119,9 +119,9 @@ class Errors:
         if found := ENDED.search(text):
             if found[2] in ("2", str(RESUME), str(STALLED)) or b"hvd_cifar: " in self._last.get(int(found[1]), b""):
                 return b""
-            return self.ended_first(int(found[1]), found[2])
+            return self._ended_first(int(found[1]), found[2])
         if found := EARLY.search(text):
-            return self.ended_first(int(found[1]))
+            return self._ended_first(int(found[1]))
         if found := KILLED.search(text):
             self.lost.append(Lost(found[2], int(found[1])))
             why = "; perhaps the machine ran out of memory" if int(found["n"]) == signal.SIGKILL else ""
@@ -129,7 +129,7 @@ class Errors:
             return f"hvd_cifar: {ended}{why}\n".encode()
         return banner
 
-    def ended_first(self, rank: int, code: str = "0, before the job was over") -> bytes:
+    def _ended_first(self, rank: int, code: str = "0, before the job was over") -> bytes:
         """The line about a rank that ended by itself, whose loss ends the job."""
         self.lost.append(Lost("", rank))
         return f"hvd_cifar: rank {rank} ended first, with exit code {code}\n".encode()

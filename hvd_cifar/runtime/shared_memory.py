@@ -83,10 +83,5 @@ class TwoVersions:
 def versions_in(folder: Path) -> list[int]:
     """The versions in a folder, which may be missing."""
     with contextlib.suppress(OSError):
-        return numbers_of(os.listdir(folder))
+        return [int(name) for name in os.listdir(folder) if name.isdecimal()]
     return []
-
-
-def numbers_of(names: Iterable[str]) -> list[int]:
-    """The versions among names of files."""
-    return [int(name) for name in names if name.isdecimal()]

@@ -71,34 +71,6 @@ def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(
     assert done.returncode == code and read_summary(tmp_path / "run") == {}
 
 
-RANK = """
-import os, time
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-if rank == 1 and {leaves}:
-    os._exit(0)
-time.sleep(0.2)
-from mpi4py import MPI
-MPI.Finalize()
-if rank == 0:
-    time.sleep(1.5)
-"""
-STARTER = """
-import os, sys
-from hvd_cifar.launch import job
-job.SECONDS_BETWEEN_ASKS, job.SECONDS_FOR_MPIRUN = 0.1, 0.5
-words = ["mpirun", "-np", "2", "--oversubscribe", "--tag-output", sys.executable, "-c", sys.argv[1]]
-raise SystemExit(job.Job(can_stop=False).run(job.Starter(words, dict(os.environ))))
-"""
-
-
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_rank_that_leaves_before_mpi_starts(leaves: bool) -> None:
-    """mpirun would wait with the others for ever. Once MPI has ended, a rank may end before the others."""
-    words = [sys.executable, "-c", STARTER, RANK.replace("{leaves}", str(leaves))]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.splitlines()) == ((1, [LINE.format(1, EARLY)]) if leaves else (0, []))
-
-
 OF_AN_EARLIER_JOB = """
 import sys
 from pathlib import Path

@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hvd_cifar.launch.job import Job
-from hvd_cifar.launch.jobs import END_BYTES, is_hopeless, last_step
+from hvd_cifar.launch.jobs import END_BYTES, Ends, last_step
 from tests.faults.jobs import start
 
 
@@ -20,8 +22,21 @@ def test_the_last_words_and_the_last_whole_step(tmp_path: Path) -> None:
     job, said = Job(can_stop=False), "rank 1 on a was ended by signal 9 (Killed)"
     assert job.last_words == ""
     job.tail = f"cut off\nhvd_cifar: note\nhvd_cifar: {said}\nother\n".encode()
-    assert job.last_words == said and not is_hopeless(job.tail)
-    assert is_hopeless(b"rank 1 on b: hvd_cifar: model diverged with loss = nan; ...\nhvd_cifar: rank 0 lost another\n")
+    assert job.last_words == said and Ends().why_no_other_start(job.tail) == ""
+    diverged = b"rank 1 on b: hvd_cifar: model diverged with loss = nan; ...\nhvd_cifar: rank 0 lost another\n"
+    assert Ends().why_no_other_start(diverged) == "it would fail in the same way"
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [([5, 5, 5], True), ([-1, 9, 9, 9], True), ([5, 5, 6], False), ([5, 5, None, 5], False), ([None] * 9, False)],
+)
+def test_three_starts_in_a_row_without_a_step_are_the_last(steps: list[int | None], ends: bool) -> None:
+    seen = Ends()
+    for step in steps:
+        assert seen.why_no_other_start(b"") == ""
+        seen.add(step)
+    assert (seen.why_no_other_start(b"") == "3 starts in a row ended after the same step") == ends
 
 
 def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:
@@ -39,7 +54,7 @@ def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedd
     assert running.wait() == 128 + signal.SIGKILL
     said = running.said()
     assert said.count("restart 2 of 5 in 2 s") == 1 and "restart 3" not in said, said
-    assert "does not start again: 3 starts in a row ended after step 5" in said
+    assert "does not start again: 3 starts in a row ended after the same step" in said
     wrong = start(launcher, embedded, tmp_path / "run", "--seed", 3, "--global-batch-size", 32)
     assert wrong.wait() == 2
     assert "seed was 0, is 3" in wrong.said() and wrong.said().count("restart") == said.count("restart")
