@@ -7,8 +7,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-import psutil
-
 from hvd_cifar.errors import UserError
 
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
@@ -109,11 +107,6 @@ def _group_folders(root: Path) -> Iterator[Path]:
             base = root / "sys" / "fs" / "cgroup" / ("cpu" if controllers else "")
             inner = PurePosixPath(path.lstrip("/"))
             yield from (base / part for part in (inner, *inner.parents))
-
-
-def available_memory(*, swap: bool) -> int:
-    """Bytes that processes of this host can still allocate; a container's limit is not known."""
-    return psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
 
 
 def multiplies_bfloat16(cpuinfo: Path) -> bool:

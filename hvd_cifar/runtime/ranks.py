@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
-from hvd_cifar.files import complain
 from hvd_cifar.kernels import compiled
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.watch import PATIENCE, Peer, Watch
+from hvd_cifar.runtime.watch import Peer, Watch
 
 if TYPE_CHECKING:
     from hvd_cifar.runtime.world import World
@@ -65,14 +64,7 @@ def gather(world: World, watch: Watch) -> tuple[RankFacts, ...]:
     """The facts of all ranks, by rank. After it their watchdogs know each other. A collective, of one message."""
     peer = watch.listen(world.rank, one_host=world.size == world.local_size)
     found: list[RankFacts] = collectives.all_gather_object(_facts_of(world, peer))
-    reaches = watch.join([facts.peer for facts in found])
-    if watch.is_on and not all(collectives.all_gather_object(reaches)):
-        watch.peers = ()
-        if world.is_root:
-            complain(
-                "warning: the ranks' watchdogs do not reach each other, so a rank that hangs is not named, and the run "
-                f"ends after {PATIENCE:g} time-outs; let TCP connections between the hosts through"
-            )
+    watch.peers = [facts.peer for facts in found]
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ from hvd_cifar.runtime.environment import address_here, launched_rank
 
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
 FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
-PATIENCE = 5.0  # time-outs after which a rank that cannot ask the others ends the run
+PATIENCE = 5.0  # time-outs after which a rank that cannot ask the others, as before Horovod starts, ends the run
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
 TICK = 0.5  # s between looks, at most
 GAP = 3.0  # s between two ticks: the process was suspended, as on a laptop that sleeps, so the time does not count
@@ -42,7 +42,6 @@ BETWEEN_LOOKS = 3.0  # s, while no progress is made
 LEAD = 0.2  # s by which a rank asks later than the one before it (and a tick later than rank 0), so that one asks first
 DEFERENCE = 8.0  # s for which a rank does not ask after a lower rank has asked it: longer than two looks
 ANSWER_SECONDS = 2.0
-TRIES = 5  # to reach another rank at the start
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that only waits
 STALLS = "stalls"  # the folder of stacks in the run directory
 IDLE = "idle"  # the phase in which a rank may take any time
@@ -112,7 +111,7 @@ class Watch:
     """This rank's phases, as its main thread marks them, and the thread that looks at them.
 
     Attributes:
-        peers: of all ranks, by rank; without them the rank judges alone, after more time.
+        peers: where all ranks answer, by rank; without them the rank judges alone, after more time.
         run_dir: for stacks, where the host has it.
         waits_in_step: whether the step waits for other ranks.
     """
@@ -207,13 +206,6 @@ class Watch:
             self._server = _in_thread(asyncio.start_server(self._answer, sock=listening)).result()
             atexit.register(self.mark, "shutdown")  # after Horovod's own entry, and so called before it
         return Peer(socket.gethostname(), os.getpid(), (address, port))
-
-    def join(self, peers: Sequence[Peer]) -> bool:
-        """Tell the watch where all ranks answer, by rank; return whether the next rank does."""
-        self.peers = peers
-        following = [(self.rank + 1) % len(peers)]
-        tries = (_in_thread(self._ask_all("hello", following)).result() for _ in range(TRIES))
-        return not self.is_on or any(not absent for _, absent in tries)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a question: this rank's status. Asked for its stacks it also writes them."""

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import hvd_cifar
 from hvd_cifar.runtime import devices
 
@@ -61,7 +63,7 @@ def facts(visible_gpus: "str | None") -> "dict[str, Any]":
         "code": code(),
         "is_for_gpus": any(str(one.metadata["Name"]).startswith("nvidia-nccl") for one in metadata.distributions()),
         "gpus": devices.visible_gpus(devices.list_gpus(), variables),
-        "memory": devices.available_memory(swap=False),
+        "memory": psutil.virtual_memory().available,  # a container's limit is not known
         "shm": shutil.disk_usage(SHM).free if os.path.isdir(SHM) else 0,
         "temporary": tempfile.gettempdir(),
         "temporary_error": write_error(tempfile.gettempdir()),
