@@ -27,7 +27,7 @@ from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.command import Request, notes, parse, ranks_of, with_allocation
 from hvd_cifar.launch.elastic import ElasticRun
 from hvd_cifar.launch.jobs import launch
-from hvd_cifar.runtime.environment import copies, launched_size
+from hvd_cifar.runtime.environment import most_started
 
 ALONE = ("doctor", "export", "predict", "report")  # commands that run in a single process, not as ranks
 
@@ -44,7 +44,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.command[0] == "train":
             for number in (signal.SIGTERM, signal.SIGUSR1):  # until `Job` sets its own handlers
                 signal.signal(number, _stop_early)
-        if max(launched_size() or 1, copies(os.environ)) > 1:
+        if most_started() > 1:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         settings = None if request.is_program else check(list(request.command))
         if request.command[0] in ALONE:

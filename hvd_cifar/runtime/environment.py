@@ -71,9 +71,10 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
     return 1 if launched_rank(environment) is None else _first_number(SIZE_VARIABLES, environment)
 
 
-def copies(environ: Mapping[str, str]) -> int:
-    """The number of tasks in this process's Slurm step; 1 outside of a step."""
-    return _first_number(["SLURM_STEP_NUM_TASKS"], environ) or 1
+def most_started(environment: Mapping[str, str] = os.environ) -> int:
+    """The largest number of processes of which a launcher's variables say that it has started them."""
+    values = (environment.get(name, "") for name in (*SIZE_VARIABLES, "PMI_SIZE"))
+    return max((int(value) for value in values if value.isdecimal()), default=1)
 
 
 def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int | None:
@@ -110,8 +111,7 @@ def _told(name: str, environment: Mapping[str, str]) -> list[Any]:
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Raise UserError where MPI would not join the processes that a launcher started: each would train alone."""
-    started = max(copies(environment), int(environment.get("PMI_SIZE") or 1))
-    if started > 1 and launched_rank(environment) is None:
+    if (started := most_started(environment)) > 1 and launched_rank(environment) is None:
         raise UserError(
             f"{started} processes were started, by srun or MPICH's mpirun, but none knows its rank: give srun "
             "--mpi=pmix, or use ./run.sh"

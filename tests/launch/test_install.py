@@ -276,7 +276,7 @@ def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
     (venv / "file").touch()
     assert installer._is_of_others()  # another tool's
     for complete in (False, True):
-        (venv / installer.RECORD).write_text(json.dumps({"complete": complete}))
+        (venv / installer.RECORD).write_text(json.dumps({"complete": complete, "python": installer._version()}))
         assert installer._is_of_others() == complete
     (venv / "bin").mkdir()
     (venv / "bin" / "python").symlink_to(sys.executable)

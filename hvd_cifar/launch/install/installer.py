@@ -209,7 +209,6 @@ def _set_up(options: Options, here: machine.Machine, lock: int) -> None:
         before.get("complete") is True
         and replace(recorded_options(before), test=options.test) == options
         and before.get("python") == _wanted_python(before)
-        and _is_usable(before)
     )
     base = _base_python()
     VENV.mkdir(exist_ok=True)
@@ -260,19 +259,17 @@ def _install_packages(steps: Steps, options: Options) -> None:
             link.symlink_to(Path("..", "..", "cusolver", "lib", library.name))
 
 
-def _is_usable(record: dict[str, Any]) -> bool:
-    """Whether the environment is one of set-up, was not moved, and its Python runs here and is the recorded one."""
-    runs = bool(there := _version_there()) and there == record.get("python", there)
-    return bool(record) and runs and str(VENV) in (VENV / "bin" / "pip").read_text(errors="replace")
-
-
 def _is_of_others() -> bool:
     """Whether `.venv` may belong to another machine or user: it cannot be used, and is not an unfinished set-up."""
     if not os.path.lexists(VENV):
         return False
     try:
         record = read_record()
-        return any(VENV.iterdir()) and record.get("complete") is not False and not _is_usable(record)
+        if not any(VENV.iterdir()) or record.get("complete") is False:
+            return False
+        # One of set-up, whose Python runs here and is the recorded one, and which was not moved.
+        runs = bool(record) and _version_there() == record.get("python")
+        return not runs or str(VENV) not in (VENV / "bin" / "pip").read_text(errors="replace")
     except OSError:  # another user's, or not a folder
         return True
 
