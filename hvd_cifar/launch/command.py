@@ -21,7 +21,7 @@ from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Network, Participants, find_network
 from hvd_cifar.launch.job import Starter
-from hvd_cifar.launch.settings import LaunchSettings, launcher_options
+from hvd_cifar.launch.settings import HostSettings, LaunchSettings, launcher_options
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import LAUNCH, RING_PARAMETERS, RING_VARIABLES, prepare_tensorflow
 
@@ -57,28 +57,36 @@ class Request:
 def parse(argv: list[str]) -> Request:
     """The request of a command line. The command is `train` by default. Raises UserError."""
     settings, words = launcher_options(argv)
-    hosts: tuple[Host, ...] = ()
-    if settings.hosts is not None:
-        hosts = parse_hosts(settings.hosts)
-    elif settings.hostfile is not None:
-        hosts = read_hostfile(settings.hostfile)
-    _check_slots(settings.ranks, hosts, "slot", "the hosts; lower it or add slots")
     command = words or ("train",)
     if command[0] == "python3":
         command = (PYTHON, *command[1:])
     command = (PYTHON, *command) if command[0].endswith(".py") else command
-    return Request(settings, command, settings.ranks, hosts)
+    return Request(settings, command, settings.ranks, named_hosts(settings))
+
+
+def named_hosts(given: HostSettings) -> tuple[Host, ...]:
+    """The hosts that the user names; (): none. Raises UserError."""
+    hosts: tuple[Host, ...] = ()
+    if given.hosts is not None:
+        hosts = parse_hosts(given.hosts)
+    elif given.hostfile is not None:
+        hosts = read_hostfile(given.hostfile)
+    check_slots(given.ranks, hosts)
+    return hosts
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
     """The request on the nodes of a Slurm job. UserError where it asks for more ranks than the job has tasks."""
     ranks = request.ranks
     here = f", or -H localhost:{ranks}" if len(nodes) == 1 and is_local(nodes[0].name) else ""
-    _check_slots(ranks, nodes, "task", f"this Slurm job; lower it, or give sbatch or salloc --ntasks={ranks}{here}")
+    check_slots(ranks, nodes, "task", f"this Slurm job; lower it, or give sbatch or salloc --ntasks={ranks}{here}")
     return replace(request, hosts=nodes, in_slurm=shutil.which("srun") is not None)
 
 
-def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: str) -> None:
+def check_slots(
+    ranks: int | None, hosts: tuple[Host, ...], kind: str = "slot", where: str = "the hosts; lower it or add slots"
+) -> None:
+    """Raise UserError where there are hosts, and fewer slots on them than ranks."""
     slots = slots_of(hosts)
     if ranks and hosts and ranks > slots:
         raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")

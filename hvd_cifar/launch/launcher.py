@@ -49,10 +49,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         settings = None if request.is_program else check(list(request.command))
         if request.command[0] in ALONE:
             return _become(request)
-        code = _start_ranks(request, settings)
-        if code >= 128 and sys.stdout.isatty():
-            write(1, b"\x1b[?25h\n")  # shows the cursor, which a killed rank leaves hidden with its progress bar
-        return code
+        return _start_ranks(request, settings)
     except UserError as error:
         complain(str(error))
         return 2

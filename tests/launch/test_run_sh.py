@@ -146,7 +146,7 @@ def test_kill_leaves_no_rank_behind(embedded: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_terminal(embedded: Path, tmp_path: Path) -> None:
-    """In a terminal there is a progress bar, and Ctrl-C once ends everything after a checkpoint."""
+    """Once, it ends everything after a checkpoint."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(embedded, tmp_path / "run"), *LONG], _environment())
@@ -169,9 +169,6 @@ def test_ctrl_c_in_a_terminal(embedded: Path, tmp_path: Path) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == RESUME, seen.decode()[-3000:]
     wait_for(lambda: not processes_of(tmp_path / "run"), "the end of all", 30)
-    counts = {int(count.replace(b",", b"")) for count in re.findall(rb"step ([\d,]+) of [\d,]+", seen)}
-    assert len(counts) > 1 and max(counts) >= 20, "no progress bar that moves"
-    assert b"\x1b[?25h" in seen, "the cursor stays hidden"
     assert b"stopped after step" in seen and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     assert b"Traceback" not in seen
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import complain
 from hvd_cifar.launch.cluster import slurm, ssh
-from hvd_cifar.launch.cluster.hosts import Host, is_local, parse_hosts, read_hostfile
+from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.cluster.network import Participants
-from hvd_cifar.launch.command import first_slots, ranks_of, slots_of
+from hvd_cifar.launch.command import check_slots, first_slots, named_hosts, ranks_of, slots_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import checks, facts, job
@@ -56,16 +56,8 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
 
     `nodes`: of the Slurm allocation, () outside of one.
     """
-    if settings.hostfile is not None:
-        hosts = read_hostfile(settings.hostfile)
-    elif settings.hosts is not None:
-        hosts = parse_hosts(settings.hosts)
-    elif nodes:
-        hosts = nodes
-    else:
-        return (Host("localhost", settings.ranks or ranks_of(())),)
-    if (settings.ranks or 0) > (slots := slots_of(hosts)):
-        raise UserError(f"-np {settings.ranks} is more than the {slots} slots of the hosts; lower it or add slots")
+    hosts = named_hosts(settings) or nodes or (Host("localhost", settings.ranks or ranks_of(())),)
+    check_slots(settings.ranks, hosts)
     return first_slots(hosts, settings.ranks) if settings.ranks else hosts
 
 
