@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, model_validator
 
 from hvd_cifar import extensions, fields
 from hvd_cifar.errors import UserError
@@ -108,8 +108,8 @@ class StepOptions(DataSettings):
     overlap: Literal["auto", "on", "off"] = "auto"
     """on: send gradients in buckets during the backward pass. off: send them in one message after it. auto: in buckets
     with --bucket-bytes, or between hosts if gradients are ready one after the other."""
-    bucket_bytes: fields.Bytes | None = Field(None, gt=0)
-    """Bytes of a bucket, such as 128K. [default: 1/16 of the gradients, at least 64K]"""
+    bucket_bytes: ByteSize | None = Field(None, gt=0)
+    """Bytes of a bucket, such as 128KiB. [default: 1/16 of the gradients, at least 64KiB]"""
     precision: fields.Precision | None = None
     """Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the processor or GPU has
     instructions for it]"""

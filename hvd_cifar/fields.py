@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import click
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from hvd_cifar.errors import UserError, shown
 from hvd_cifar.files import read_json
@@ -81,18 +81,6 @@ def _place(given: str) -> str:
     return given if given in ("auto", "never") else str(absolute(Path(given)))
 
 
-# Units, with their values in bytes.
-_SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
-
-
-def _bytes(given: Any) -> float:
-    """Text such as 64K as a number."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([A-Za-z]*)", str(given).strip())
-    if not match or match[2] not in _SIZES:
-        raise ValueError(f"write a number and one of {', '.join(filter(None, _SIZES))}, such as 4, 64K or 256MiB")
-    return float(match[1]) * _SIZES[match[2]]
-
-
 def _image_size(given: Any) -> tuple[int, int]:
     """Text such as 224 or 224x160 as (224, 160)."""
     text = "x".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
@@ -132,7 +120,6 @@ def _pair(least: int, what: str) -> BeforeValidator:
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
 Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
-Bytes = Annotated[int, BeforeValidator(_bytes)]
 ImageSize = Annotated[tuple[int, int], BeforeValidator(_image_size), "HxW"]
 UserCode = Annotated[str, AfterValidator(_named)]
 ModelSpec = Annotated[str, AfterValidator(partial(_named, names=MODELS))]
@@ -236,7 +223,7 @@ def _metavar(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _metavar(members[0], members[1:])
     if origin is tuple:
         return "{0},{0},...".format(_metavar(members[0]))
-    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+    return {int: "N", ByteSize: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
 
 
 def read_file(path: Path, left_out: Sequence[str] = ()) -> dict[str, Any]:

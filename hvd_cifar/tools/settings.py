@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ByteSize, Field
 
 from hvd_cifar import fields
 from hvd_cifar.config import RunSettings, StepOptions
@@ -56,7 +56,7 @@ class BenchmarkStepSettings(StepOptions, _BenchmarkOutput):
 class BenchmarkAllreduceSettings(_BenchmarkOutput):
     """Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums."""
 
-    max_bytes: fields.Bytes = Field(2**28, ge=4)
+    max_bytes: ByteSize = Field(ByteSize(2**28), ge=4)
     """Largest message; K, M, G are powers of 1024."""
     factor: int = Field(2, ge=2, le=2**40)
     """Ratio of each size to the one before."""

@@ -29,8 +29,8 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         return partial(command, ["benchmark", *words, "--json", folder / f"{name}.json"])
 
     short = ("--batch-size", 4, "--steps", 2, "--repeats", 2)
-    buckets = ("--overlap", "on", "--bucket-bytes", "1K", "--min-efficiency", 0.001)
-    few_sizes = ("--factor", 64, "--max-bytes", "1M")
+    buckets = ("--overlap", "on", "--bucket-bytes", "1KiB", "--min-efficiency", 0.001)
+    few_sizes = ("--factor", 64, "--max-bytes", "1MiB")
     functions: dict[str, Callable[..., Any]] = {
         "weights": partial(_weights_after_steps, str(embedded)),
         "step": benchmark("step", "step", *TUTORIAL, embedded, *short, *buckets),
@@ -114,7 +114,7 @@ def _one_value_wrong(output: str) -> str:
             sums[5] += 1
         return sums
 
-    values = {"max_bytes": "1K", "factor": 4, "json_file": output}
+    values = {"max_bytes": "1KiB", "factor": 4, "json_file": output}
     try:
         with mock.patch.object(allreduce, "through_horovod", lambda: spoilt):
             allreduce.benchmark_allreduce(config.make(BenchmarkAllreduceSettings, values))

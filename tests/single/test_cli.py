@@ -27,7 +27,7 @@ train | --threads-per-rank 1000000 | --learning-rate 1e300 | --learning-rate 0 |
 train | --set ema_decay=1 | --set lookahead=5 | --set image_scales=0.5,0 | --set momentum=0.9 | --set weight_decay
 train | --set augmentation=mixup | --set learning_rate_factor=0 | --callbacks mine | --callbacks a.py:A, | --seed -1
 train | --seed 9223372036854775808 | --precision int8 | --gradient-accumulation 0 | --overlap some
-train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64K --overlap off | --virtual-shards 0
+train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64KiB --overlap off | --virtual-shards 0
 train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --virtual-shards 4 --sync-batch-norm
 train | --virtual-shards 4 --compression fp16 | --virtual-shards 4 --no-deterministic | --check-sync-every -1
 train | --on-nan ignore | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
@@ -42,7 +42,7 @@ predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''
 benchmark step | --model vgg | --batch-size 0 | --image-size 5000 | --steps 0 | --json '' | --bucket-bytes 1X
 benchmark step | --repeats 0 | --min-efficiency 90
-benchmark allreduce | --max-bytes 2 | --max-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
+benchmark allreduce | --max-bytes 2 | --max-bytes 4Q | --max-bytes many | --factor 1
 benchmark allreduce | --json ''
 doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option
