@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.options import TUTORIAL
+from tests.options import FEW, SMALL_NET
 from tests.ranks import Jobs, command, run_all
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def jobs(embedded: Path, folder: Path) -> Jobs:
+def jobs(folder: Path) -> Jobs:
     """What the functions and commands below returned on 2 ranks, by their names and by rank: the job starts once."""
 
     def benchmark(name: str, *words: Any) -> Callable[..., Any]:
@@ -32,8 +32,8 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     buckets = ("--overlap", "on", "--bucket-bytes", "1KiB", "--min-efficiency", 0.001)
     few_sizes = ("--factor", 64, "--max-bytes", "1MiB")
     functions: dict[str, Callable[..., Any]] = {
-        "weights": partial(_weights_after_steps, str(embedded)),
-        "step": benchmark("step", "step", *TUTORIAL, embedded, *short, *buckets),
+        "weights": _weights_after_steps,
+        "step": benchmark("step", "step", "--model", SMALL_NET, "--dataset", FEW, *short, *buckets),
         "allreduce": benchmark("allreduce", "allreduce", *few_sizes),
         "one wrong": partial(_one_value_wrong, str(folder / "one wrong.json")),
     }
@@ -49,7 +49,7 @@ def _succeeds(ranks: list[dict[str, Any]]) -> None:
 def test_the_step_is_measured(jobs: Jobs, folder: Path) -> None:
     _succeeds(jobs(2)["step"])
     found = json.loads((folder / "step.json").read_text())
-    assert (found["dataset"], found["model"], found["bucket_bytes"]) == ("synthetic", "tutorial", 1024)
+    assert (found["dataset"], found["model"], found["bucket_bytes"]) == ("small.py:few", SMALL_NET, 1024)
     assert len(found["facts"]["hosts"]) == len(found["compute_by_rank"]) == 2
     for name in ("step", "compute", "fed"):
         assert found[f"{name}_seconds"]["mean"] > 0 and found[f"{name}_seconds"]["n"] == 2
@@ -59,13 +59,13 @@ def test_the_step_is_measured(jobs: Jobs, folder: Path) -> None:
     assert found["efficiency"]["mean"] == pytest.approx(ratio, abs=1.001 * apart + 1e-9)
 
 
-def _weights_after_steps(data: str) -> dict[str, Any]:
+def _weights_after_steps() -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
     from hvd_cifar.distributed import collectives
     from hvd_cifar.runtime.world import session
     from hvd_cifar.tools.benchmark import step
 
-    given = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2, "compression": "fp16"}
+    given = {"model": SMALL_NET, "dataset": FEW, "batch_size": 2, "compression": "fp16"}
     with session() as world:
         bench = step.make_bench(world, TrainSettings.model_validate(given))
         variables = bench.net.model.variables

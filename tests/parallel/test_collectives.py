@@ -404,6 +404,7 @@ def _meetings_while_idle(timeline: str) -> dict[str, Any]:
     return {"sum": total, "meetings": [int(mark) for mark in marks]}
 
 
+@pytest.mark.slow
 def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(tmp_path: Path) -> None:
     ranks = run_ranks(_meetings_while_idle, 2, str(tmp_path / "timeline.json"), env={"HOROVOD_TIMELINE": "DYNAMIC"})
     assert [rank["sum"] for rank in ranks] == [3.0, 3.0]

@@ -1,4 +1,4 @@
-"""The comparison with peers: its arithmetic, and that PyTorch's side trains the same net."""
+"""The comparison with peers: PyTorch's side trains the same net."""
 
 import os
 import subprocess
@@ -9,22 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks import nets
-from benchmarks.peers import rates
-from hvd_cifar.data import augment
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
 NEEDS_TORCH = pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason=f"needs PyTorch; none is in {PEERS}")
-
-
-def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
-    base = [1000.0, 800.0, 500.0, 250.0, 900.0]
-    faster = [1.5 * rate for rate in base]
-    assert rates.spread(rates.paired(faster, base)) == (1.5, 1.5, 1.5, 5)
-    assert rates.spread(faster) == (750.0, 1200.0, 1350.0, 5)
-    head, _, _, last = rates.table({"other": {"none": base}, "ours": {"none": faster}}, "other").splitlines()
-    assert head == "| side | images/s | ratio to other | n |"
-    assert last == "| ours | 1,200 (750 to 1,350) | 1.500 (1.500 to 1.500) | 5 |"
 
 
 def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
@@ -91,17 +79,3 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, tmp_path: P
     assert bool(means) == ("mean" in found)
     if means:
         np.testing.assert_allclose(found["mean"], means[0].numpy(), rtol=1e-9, atol=1e-12)
-
-
-@NEEDS_TORCH
-@pytest.mark.parametrize("model, batch", [("tutorial", 100), ("tutorial", 128), ("tutorial", 256), ("resnet20", 256)])
-def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
-    script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2])); "
-    script += "print(w.rate, w.momentum, w.weight_decay, w.pad)"
-    words = [str(PEERS / "bin/python"), "-c", script, model, str(batch)]
-    found = subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120, capture_output=True, text=True).stdout
-    recipe = nets.recipe_of(model).for_batch(batch)
-    pad = augment.PAD if recipe.augmentation == "standard" else 0
-    rate = recipe.learning_rate * recipe.batch.scale_of(batch)
-    expected = [rate, recipe.optimizer(1.0).momentum, recipe.weight_decay, pad]
-    assert [float(word) for word in found.split()] == pytest.approx(expected)
