@@ -117,6 +117,7 @@ def test_what_is_not_finite_stays_so_and_no_images_have_a_gradient_of_zeros(dtyp
 
 def own_digests() -> Iterator[str]:
     """Of all results, by this process."""
+    assert compiled.operations()  # before `told`: TensorFlow lists what loading the library registers
     for dtype, taps in [("float32", 3)] + [("bfloat16", 3), ("bfloat16", 5)] * compiled.told("dots"):
         for shape in SHAPES:
             values = both_ways(compiled.convolve, *draw(shape, dtype, taps))
