@@ -157,6 +157,7 @@ def test_started_several_times(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
         ("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n", (Host("a", 4), Host("b.example", 2))),
         ("a\na\nb\nc slots=2\n", (Host("a", 2), Host("b", 1), Host("c", 2))),  # PBS: a name for each slot
         ("a:2\nb:3\n", (Host("a", 2), Host("b", 3))),  # MPICH and Intel MPI
+        ("a slots=2 max_slots=4\n", (Host("a", 2),)),
         ("\ufeffa slots=2\r\nb slots=1\r\n", (Host("a", 2), Host("b", 1))),
     ],
 )

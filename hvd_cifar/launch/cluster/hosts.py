@@ -52,6 +52,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 def _read_line(text: str, where: str, form: str) -> Host:
     """A host; one slot if the line has no number of them. `form`: what the line should be like."""
+    text = re.sub(r"\s+max[_-]slots\s*=\s*\d+", "", text)  # mpirun's limit; ours is the number of slots
     match = re.fullmatch(r"(\w[\w.-]*)(?:(?::|\s+slots\s*=\s*)(\S+))?", text)
     if not match:
         user = "; its user's name goes into ~/.ssh/config" if re.match(r"\S+@", text) else ""
