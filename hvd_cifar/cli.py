@@ -105,7 +105,7 @@ COMMANDS: tuple[tuple[str, type[Settings], str], ...] = (
     ("benchmark step", tools.BenchmarkStepSettings, "tools.benchmark.step:benchmark_step"),
     ("benchmark allreduce", tools.BenchmarkAllreduceSettings, "tools.benchmark.allreduce:benchmark_allreduce"),
     ("doctor", tools.DoctorSettings, "tools.doctor.command:examine"),
-    ("validate", config.ValidateSettings, "training.trained:validate_run"),
+    ("validate", config.ValidateSettings, "extensions.remote_evaluation:validate_run"),
     ("doctor-job", tools.DoctorJobSettings, "tools.doctor.job:run_rank"),
 )
 # The options of `train` that most people need, as its help shows them; --help-all shows all.

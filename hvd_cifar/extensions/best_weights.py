@@ -11,7 +11,8 @@ from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
     from hvd_cifar.training.evaluate import Evaluation
-    from hvd_cifar.training.snapshots import Snapshots
+
+RESULT = "result.json"  # in the checkpoint of the best weights: their `Evaluation`
 
 
 class Settings(fields.Settings):
@@ -32,26 +33,17 @@ def make(run: Run) -> Callback | None:
 
 
 class BestWeights(Callback):
-    """Keeps the weights of the best evaluation, and ends a run by --early-stopping."""
+    """Keeps the checkpoint of the best evaluation in `best`, and ends a run by --early-stopping."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
-        self.snapshots: Snapshots | None = None  # on rank 0
         self.best: Evaluation | None = None
         self.evaluated: set[int] = set()  # steps
 
-    def on_restore(self, run: Run) -> None:
-        from hvd_cifar.training.snapshots import open_snapshots
-
-        self.snapshots = open_snapshots(run)
-
     def on_start(self, run: Run) -> None:
-        """Continue from the recorded evaluations, which rank 0 broadcasts."""
-        if self.snapshots:
-            with run.files_may_fail("the best weights so far cannot be read"):
-                self.best = self.snapshots.best()
-            self.evaluated = set(run.reporter.evaluated[run.watched])
-        self.best, self.evaluated = run.ranks.broadcast((self.best, self.evaluated))
+        """Continue from the recorded evaluations."""
+        self.best = run.ranks.on_root(lambda: self._best_so_far(run))
+        self.evaluated = run.ranks.on_root(lambda: set(run.reporter.evaluated[run.watched]))
         self._end_where_due(run)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
@@ -63,24 +55,44 @@ class BestWeights(Callback):
             self._end_where_due(run)
             return
         self.best = evaluation
-        if self.snapshots:
+        if evaluation.step == run.step:
+            run.save()
+        if run.world.is_root:
             with run.files_may_fail(f"the best weights, of step {evaluation.step}, are not kept"):
-                self.snapshots.keep(evaluation, run.step)
+                self._keep(run, evaluation)
 
     def on_rollback(self, run: Run) -> None:
-        if self.snapshots:
-            with run.files_may_fail("snapshots of later steps cannot be removed"):
-                self.snapshots.go_back(run.step)
         self.on_start(run)
-
-    def on_end(self, run: Run) -> None:
-        if self.snapshots:
-            self.snapshots.close()
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.best:
             accuracy = {f"{run.watched}_accuracy": self.best.plain_accuracy}
             summary["best_evaluation"] = {"step": self.best.step, **accuracy}
+
+    def _best_so_far(self, run: Run) -> Evaluation | None:
+        """The evaluation of the best weights. Those of later steps are removed: the run has gone back."""
+        from hvd_cifar.training.checkpoint import clear, listed, remove
+        from hvd_cifar.training.evaluate import Evaluation
+
+        folder, best = run.run_dir / "best", None
+        with run.files_may_fail("the best weights so far cannot be read"):
+            clear(folder)
+            for path in reversed(listed(folder)):
+                found = Evaluation.read(path / RESULT)
+                if found is None or found.step > run.step:
+                    remove(path)
+                else:
+                    best = found
+        return best
+
+    def _keep(self, run: Run, evaluation: Evaluation) -> None:
+        from hvd_cifar.training.checkpoint import copy, listed, remove
+
+        best = copy(run.run_dir / "checkpoints" / f"step-{evaluation.step}", run.run_dir / "best")
+        evaluation.write(best / RESULT)
+        for path in listed(best.parent):
+            if path != best:
+                remove(path)
 
     def _end_where_due(self, run: Run) -> None:
         if not (self.patience and self.best) or run.step == run.total_steps or run.progress.ends_early:

@@ -36,7 +36,7 @@ class Reporter:
         self.marks: list[sessions.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by part of the data set
-        self.missed: set[int] = set()  # steps whose snapshot nobody has evaluated
+        self.missed: set[int] = set()  # steps whose checkpoint nobody has evaluated
         self._events: Path | None = None  # of TensorBoard
 
     def open(self, first_step: int) -> None:
@@ -173,7 +173,7 @@ class Reporter:
         self.show(step, tags)
 
     def missing(self, step: int, why: str) -> None:
-        """Report a snapshot that nobody has evaluated."""
+        """Report a checkpoint that nobody has evaluated."""
         self.warn(f"step {step} is not evaluated: {why}")
         self.record("missing", step=step, reason=why)
 

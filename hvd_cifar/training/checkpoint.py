@@ -7,11 +7,12 @@ written or removed; a killed run may leave one behind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,40 +29,53 @@ VALUES = "state.npz"
 _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
-def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
-    """Write a checkpoint, values by name, into a folder of checkpoints. It is whole and on disk when this returns.
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A folder for the block to fill. It is then renamed to `path`, whole and on disk.
 
     A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged. After
-    an OSError no part of it is left.
+    an error no part of it is left.
     """
-    path, part = folder / f"step-{step}", folder / f".step-{step}.part"
+    part = path.with_name(f".{path.name}.part")
     try:
         part.mkdir()
-        np.savez(part / VALUES, **values)  # type: ignore[arg-type]
+        yield part
         sync(part / VALUES)
         sync(part)
         if path.exists():
             remove(path)
         os.replace(part, path)
-        sync(folder)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)  # a part of a checkpoint would keep a full disk full
         raise
+
+
+def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
+    """Write a checkpoint, values by name, into a folder of checkpoints, whole or not at all. Raises OSError."""
+    path = folder / f"step-{step}"
+    with _written(path) as part:
+        np.savez(part / VALUES, **values)  # type: ignore[arg-type]
     return path
 
 
-def remove(path: Path) -> bool:
-    """Remove a checkpoint; False where there is none, or it cannot be renamed.
+def copy(path: Path, folder: Path) -> Path:
+    """Copy a checkpoint into another folder of checkpoints, whole or not at all. Raises OSError."""
+    folder.mkdir(exist_ok=True)
+    with _written(folder / path.name) as part:
+        shutil.copyfile(path / VALUES, part / VALUES)
+    return folder / path.name
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, unless it cannot be renamed.
 
     It is renamed first, so that a partly removed one is never taken for a whole one.
     """
     gone = path.with_name(f".{path.name}.old")
-    try:
+    with contextlib.suppress(OSError):
         os.replace(path, gone)
-    except OSError:
-        return False
-    _delete(gone)
-    return True
+        _delete(gone)
 
 
 def _delete(path: Path) -> None:

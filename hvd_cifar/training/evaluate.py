@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -17,6 +20,7 @@ from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
+from hvd_cifar.files import read_json, replace_text
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import cross_entropy
@@ -71,6 +75,17 @@ class Evaluation:
     def values(self) -> dict[str, float]:
         """The reported values, by name."""
         return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
+
+    def write(self, path: Path) -> None:
+        """Write it to a JSON file, without its confusion. OSError where that cannot be written."""
+        replace_text(path, json.dumps(asdict(replace(self, confusion=None))) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation | None:
+        """What `write` has written; None: the file has no evaluation."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return cls(**read_json(path))
+        return None
 
 
 class Tally:

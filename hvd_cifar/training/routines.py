@@ -101,7 +101,7 @@ class Evaluator(Callback):
 
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
-        if run.watched != "test" and run.is_evaluated_here and not self._is_newest(run, run.watched):
+        if run.watched != "test" and not self._is_newest(run, run.watched):
             self.run_now(run, run.watched)
         self.final(run)
 
@@ -142,6 +142,7 @@ class Evaluator(Callback):
                 raise run.progress.diverged(f"{part} loss = {found.loss} at step {run.step}", run.step)
             self.newest[part] = run.evaluation = found
             run.reporter.evaluation(run.step, round(run.epoch, 4), found.values, part)
+        with run.progress.clock.paused():
             run.tell("on_evaluation", found)
         return found
 

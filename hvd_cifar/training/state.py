@@ -1,4 +1,4 @@
-"""`TrainState`: all variables of a run. Checkpoint, elastic copy, rollback, snapshot and comparison use this list."""
+"""`TrainState`: all variables of a run. Checkpoint, elastic copy, rollback and comparison use this list."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class TrainState:
         self._parts: dict[str, Part] = {}
         self._own: list[Any] = []
         self._averaged_step = -1
-        drawn, trains = random_states(model), optimizer is not None
+        drawn = random_states(model)
         left_out = set(map(id, drawn))
         self.add("model", [v for v in model.variables if id(v) not in left_out], core=True)
-        self.add("random", drawn, "root", core=trains)  # an evaluation draws no numbers
-        self.add("optimizer", optimizer.variables if trains else [], core=True)
+        self.add("random", drawn, "root", core=True)
+        self.add("optimizer", optimizer.variables if optimizer else [], core=True)
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
-        self.rollbacks = self.number("rollbacks", 0, core=trains)
+        self.rollbacks = self.number("rollbacks", 0, core=True)
 
     def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = False) -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.

@@ -1,29 +1,20 @@
-"""A trained run: its settings and its net at a checkpoint; the commands `evaluate` and `validate`.
-
-`evaluate` takes a checkpoint and the whole test set. The launcher starts `validate` for --validation-ranks: it takes
-snapshots of a run that another job trains. Both run on any number of ranks.
-"""
+"""A trained run: its settings and its net at a checkpoint; the command `evaluate`, on any number of ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
-from filelock import FileLock
 
 from hvd_cifar import fields, models
-from hvd_cifar.config import EvaluateSettings, RunSettings, TrainSettings, ValidateSettings
+from hvd_cifar.config import EvaluateSettings, RunSettings, TrainSettings
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
@@ -34,16 +25,14 @@ from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import checkpoint, snapshots, user_code
-from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.runtime.world import session
+from hvd_cifar.training import checkpoint, user_code
+from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.plan import changed, resolve, set_precision
 from hvd_cifar.training.record import described_data
 from hvd_cifar.training.run_dir import recorded, settings_of_run
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import UserObjects, load_data, model_of, recipe_of, transforms_of
-
-SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass
@@ -233,57 +222,3 @@ def as_learnt(given: Dataset, learnt: Dataset, any_size: bool) -> Dataset:
         )
     names = ("classes", "class_names", "channel_mean", "channel_deviation")
     return replace(given, **{name: getattr(learnt, name) for name in names})
-
-
-class _Ended(SystemExit):
-    """The launcher ends this job: training is done."""
-
-
-def _end(*_: object) -> None:
-    raise _Ended(0)
-
-
-def validate_run(settings: ValidateSettings) -> None:
-    """Evaluate each newest snapshot of a run on all ranks of this job, until a signal ends it."""
-    signal.signal(signal.SIGTERM, _end)
-    with session() as world:
-        held: list[FileLock] = []
-        evaluate = None
-        while True:
-            path = collectives.on_root(partial(_take, settings.run_dir, held))
-            if path is None:
-                time.sleep(SECONDS_BETWEEN_LOOKS)  # on every rank: waiting in a collective would keep a core busy
-                continue
-            # Only now: training writes config.json, which the evaluator reads, before the first snapshot.
-            evaluate = evaluate or _evaluator(settings.run_dir, world)
-            found = evaluate(path)
-            if world.is_root and found:
-                with contextlib.suppress(OSError):  # training has returned to an earlier step, and removed the snapshot
-                    snapshots.answer(path, found)
-
-
-def _take(run_dir: Path, held: list[FileLock]) -> Path | None:
-    """Rank 0's part: the newest snapshot; None: none is there. `held`: the lock, once there is a run."""
-    if not held and (lock := snapshots.follow(run_dir)):
-        held.append(lock)
-    return snapshots.take(run_dir) if held else None
-
-
-def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
-    """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
-    settings = collectives.on_root(lambda: settings_of(run_dir))
-    trained = rebuild(settings, run_dir)
-    dataset = load_data(settings, world, None)
-    part = "validation" if dataset.validation else "test"
-    evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, None, part)
-
-    def evaluate_snapshot(path: Path) -> Evaluation | None:
-        try:
-            trained.read(path)
-        except UserError:
-            if collectives.on_root(path.exists):
-                raise
-            return None
-        return replace(evaluate(False), step=snapshots.step_of(path))
-
-    return evaluate_snapshot

@@ -58,7 +58,8 @@ def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embe
     missing = set(runs.summary(job.run_dir)["evaluations_missing"])  # where training was faster
     assert set(found) | missing == set(expected) == {15, 30, 45, 60} and 60 in found
     for step, one in found.items():
-        assert one["validation_accuracy"] == expected[step]["validation_accuracy"] and one["at_step"] >= step
+        assert one["validation_accuracy"] == expected[step]["validation_accuracy"]
+        assert step == 60 or one["at_step"] >= step  # the training ranks evaluate the last step
         assert one["validation_loss"] == pytest.approx(expected[step]["validation_loss"], rel=1e-6)
     summary, other = runs.summary(job.run_dir), runs.summary(evaluated)
     assert summary["weights_sha256"] == other["weights_sha256"] and summary["world_size"] == 2
@@ -66,9 +67,9 @@ def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embe
     if not missing:
         assert summary["best_evaluation"] == other["best_evaluation"]
     assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best_evaluation']['step']}"]
-    assert not (job.run_dir / "snapshots").exists() and "validation ranks have ended" not in job.said()
+    assert not list((job.run_dir / "validation").iterdir()) and "validation ranks have ended" not in job.said()
     intervals = sessions.intervals(sessions.read((job.run_dir / sessions.SESSIONS).read_text()))
-    # No second counts twice, also not while the last snapshot is written.
+    # No second counts twice, also not while a checkpoint is written for the best weights.
     assert all(end <= begin + 1e-3 for (_, _, end), (_, begin, _) in itertools.pairwise(intervals)), intervals
 
 
@@ -89,24 +90,7 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
     assert f"1 rank, {threads} CPU thread" in job.said()  # the three share the cores
     assert job.said().count("was ended by signal 9 (Killed)") == 1 and not job.left()
     missing = runs.summary(job.run_dir)["evaluations_missing"]
-    assert set(missing) | set(_evaluations(job.run_dir)) == set(range(15, 301, 15)) and 300 in missing
-
-
-def test_a_validation_rank_that_hangs_is_told_and_training_ends_without_it(embedded: Path, tmp_path: Path) -> None:
-    """It is stopped after its first result, and still is when training has ended."""
-    told, options = tmp_path / "told", [*EVALUATED, "--max-steps", 300, "--stall-seconds", 2]
-    job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", *options, pace=slow_until(told))
-    try:
-        job.wait_until(partial(job.has_said, "it came at step"))
-        (validator,) = _validators(job)
-        validator.suspend()
-        job.wait_until(partial(job.has_said, "the validation ranks hang: process "), 60)
-        assert job.has_said(f"process {validator.pid} on ") and job.has_said("has shown no progress for 10 s")
-        told.touch()
-        assert job.wait(60) == 0 and not job.left(), job.said()
-    finally:
-        job.end()
-    assert 300 in runs.summary(job.run_dir)["evaluations_missing"]
+    assert set(missing) | set(_evaluations(job.run_dir)) == set(range(15, 301, 15)) and 285 in missing
 
 
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
