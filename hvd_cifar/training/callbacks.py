@@ -43,9 +43,6 @@ class StepObserver:
     Add an observer with `Run.observe` in `Callback.on_build`.
     """
 
-    def on_unconnected(self, variables: Sequence[Any]) -> None:
-        """The trainable variables, if there are any, on which the loss does not depend; their gradient is 0."""
-
     def on_gradients(self, gradients: Sequence[Any]) -> None:
         """This rank's gradients, before the all-reduce."""
 

@@ -12,7 +12,6 @@ from hvd_cifar import __version__, fields
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import provenance
@@ -21,7 +20,7 @@ from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import lost_rank, versions
 from hvd_cifar.training import net_checks, run_dir, user_code
 from hvd_cifar.training.callbacks import Run
-from hvd_cifar.training.work import UserObjects, bucket_bytes_of, random_layers
+from hvd_cifar.training.work import UserObjects, bucket_bytes_of
 
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
@@ -63,8 +62,7 @@ class Record:
         """To be made before callbacks are loaded: they do not change a run's course. A collective."""
         work, settings, recipe = run.work, run.settings, run.recipe
         self._given = given
-        self._net = net_checks.structure(run)
-        net_checks.refuse_unlike(self._net, work.model.name)
+        net_checks.refuse_unlike(run)
         self._of_course = user_code.modules_of(settings.model_copy(update={"callbacks": ()}), given.named)
         # The name, not "auto", under which a later evaluation might find another data set. An object's gets a prefix,
         # so that it names no built-in set.
@@ -73,6 +71,7 @@ class Record:
             "dataset": fields.OBJECT_DATASET * is_object + run.dataset if is_object or named == "auto" else named,
             "global_batch_size": work.plan.global_batch_size,
             "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
+            "test_sha256": collectives.on_root(lambda: work.dataset.test.digest),
             "learning_rate_schedule": collectives.on_every_rank(lambda: run.schedule.exact),
             "convolutions": _kernels(run),
             **{name: getattr(recipe, name) for name in RECIPE},
@@ -80,17 +79,12 @@ class Record:
             "augmentation": settings.set.augmentation or "recipe",
         }
 
-    def write(self, run: Run, newest: Path | None) -> None:
-        """Write config.json and copies of the user's files. A collective. `newest`: the checkpoint to begin with.
-
-        UserError where the net or the data is not that of the run to resume, or a file cannot be written.
-        """
+    def write(self, run: Run) -> None:
+        """Write config.json and copies of the user's files. A collective. UserError where one cannot be written."""
         modules = user_code.modules_of(run.settings, [*self._given.named, *self._given.callbacks])
-        facts = {**self.must_match, **facts_of(run), "net": self._net}
+        facts = {**self.must_match, **facts_of(run)}
 
         def at_root() -> None:
-            if newest:
-                _refuse_other_net(run.settings, facts)
             facts["code"] = user_code.keep(run.run_dir, modules, self._of_course)
             _write(run, facts)
 
@@ -107,10 +101,8 @@ def facts_of(run: Run) -> dict[str, Any]:
             "channel_mean": data.channel_mean,
             "channel_deviation": data.channel_deviation,
         },
-        "test_sha256": collectives.on_root(lambda: data.test.digest),
         "world_size": world.size,
         "hosts": [rank.host for rank in world.ranks],
-        "local_ranks": [rank.local_rank for rank in world.ranks],
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,
@@ -158,27 +150,6 @@ def _write(run: Run, facts: dict[str, Any]) -> None:
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
 
-def _refuse_other_net(settings: TrainSettings, now: dict[str, Any]) -> None:
-    """UserError where the net or the test set is not that of the run to resume; `now`: the facts of this start."""
-    origin = run_dir.origin(settings)
-    if origin is None or not origin.exists() or settings.changed_code == "accept":
-        return
-    then = run_dir.recorded(origin)["run"]
-    same_keras = then.get("versions", {}).get("keras") == now["versions"]["keras"]
-    mine, theirs = ({k: v for k, v in facts.get("net", {}).items() if k != net_checks.RECIPE} for facts in (now, then))
-    wrong = net_checks.first_difference(theirs, mine) if same_keras and theirs else None
-    if wrong is None and then.get("test_sha256", now["test_sha256"]) != now["test_sha256"]:
-        wrong = "the test set"
-    names = list(now["data"]["class_names"])
-    if wrong is None and then.get("data", {}).get("class_names", names) != names:
-        wrong = "the list of class names"
-    if wrong:
-        raise UserError(
-            f"{wrong} is not as in the run in {origin.parent}: give the same code and data, or --changed-code accept, "
-            "or another --run-dir"
-        )
-
-
 def describe(run: Run) -> list[str]:
     """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
     settings, plan, work, world, net = run.settings, run.plan, run.work, run.world, run.net
@@ -198,12 +169,6 @@ def describe(run: Run) -> list[str]:
         lines.insert(1, f"{held} of {plan.examples + held} training examples are held out for evaluation")
     if world.size > 1 and (size := bucket_bytes_of(work, net.model)):
         lines.append(f"gradients leave in buckets of {size / 2**10:.4g} KiB")
-    if local_layers(net.model) and batch < 2 * work.sampler.micro_batches * world.size:
-        lines.append("note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm")
-    if settings.precision == "mixed_bfloat16" and any(rank.precision == "float32" for rank in world.ranks):
-        lines.append("note: --precision mixed_bfloat16: a rank's device has no instructions for it: ten times slower")
-    if drawing := [layer.name for layer in random_layers(net.model)]:
-        lines.append(f"random layers: {', '.join(drawing)}: results depend on the number of ranks")
     return lines
 
 

@@ -20,6 +20,7 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, local_statistics
 from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
 from hvd_cifar.distributed.reduction import add_in_tree
+from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.training.callbacks import StepObserver
 from hvd_cifar.training.shrink import shrink
@@ -110,9 +111,7 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
     )
 
 
-def make_share(
-    net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
-) -> Callable[..., Share]:
+def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]:
     """A function (image, label, weight, count, start) -> Share of a micro-batch, for use in a graph.
 
     `weight` is 1 of an example and 0 of padding, `count` the number of examples in the global batch; `start` holds the
@@ -138,7 +137,7 @@ def make_share(
             penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)
             loss += penalty
             scaled = optimizer.scale_loss(loss)
-        gradients = _dense(tape.gradient(scaled, [v.value for v in variables]), variables, observers)
+        gradients = _dense(tape.gradient(scaled, [v.value for v in variables]), variables)
         if decayed:
             # In proportion to the micro-batch's examples, so that all shares add up to one weight decay.
             pull = present / count * spec.weight_decay
@@ -162,12 +161,14 @@ def make_share(
     return share_of
 
 
-def _dense(found: Sequence[Any], variables: Sequence[Any], observers: Sequence[StepObserver]) -> list[Any]:
-    """Gradients as tensors; 0 where the loss does not depend on a variable, of which observers are told."""
-    pairs = list(zip(variables, found, strict=True))
-    if unconnected := [v for v, gradient in pairs if gradient is None]:
-        for observer in observers:
-            observer.on_unconnected(unconnected)
+def _dense(found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Gradients as tensors; 0 where the loss does not depend on a variable. UserError where it depends on none."""
+    if variables and all(gradient is None for gradient in found):
+        raise UserError(
+            f"--model: no trainable variable has a gradient ({variables[0].path}, ...): the loss does not depend on "
+            "them; take out what cannot be differentiated, such as a cast to integers or an argmax"
+        )
+    pairs = zip(variables, found, strict=True)
     return [tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient) for v, gradient in pairs]
 
 
@@ -218,7 +219,7 @@ def make_train_step(
         observers: what watches or wraps the step, in their order.
     """
     real, statistics = real_of(net.model), local_statistics(net.model)
-    share_of, update = make_share(net, optimizer, spec, observers), make_update(net, optimizer, spec, observers)
+    share_of, update = make_share(net, optimizer, spec), make_update(net, optimizer, spec, observers)
     # One graph serves all batch sizes: tracing one for each would take seconds at the last step of an epoch.
     images, labels = tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)
     batch_types, count_type = [images, labels, tf.TensorSpec([None], tf.float32)], tf.TensorSpec([], tf.int32)

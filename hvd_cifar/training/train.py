@@ -26,7 +26,7 @@ from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import net_checks, run_dir, user_code
+from hvd_cifar.training import run_dir, user_code
 from hvd_cifar.training.callbacks import Callback, Run
 from hvd_cifar.training.checkpoint import Checkpoints, restore
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
@@ -91,7 +91,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
         run.checkpoints = Checkpoints(root_folder / "checkpoints", run.state)
     run.reporter = Reporter(root_folder, run.dataset, run.total_steps, run.settings.quiet)
     source = _restore(run, newest)
-    record.write(run, newest)
+    record.write(run)
 
     # Lines about the run, and what the watchdog asks of it.
     run.introduce(describe(run))
@@ -113,7 +113,6 @@ def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> Non
     core = {"LOG": Logger(), "EVALUATE": Evaluator(averages), "SAVE": Checkpointer(), "SUM UP": Summariser()}
     run.callbacks = [*extensions.in_order(run, core), *users]
     run.observe(run.progress.waits)
-    run.observe(net_checks.MissingGradients(run))
     run.tell("on_build")
     for average in averages:  # last: they follow weights that another observer may still change
         run.observe(Averaging(average))

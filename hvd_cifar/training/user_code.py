@@ -7,7 +7,6 @@ resumes compares.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib
@@ -257,15 +256,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _edited(copies: Copies) -> dict[str, str]:
-    """By module, the present text of each file that is there and not as its copy; "" where it cannot be read."""
-    now = {}
-    for module, (file, text) in copies.items():
+def _edited(copies: Copies) -> list[str]:
+    """The modules whose file is there, and not as its copy."""
+
+    def is_as(text: str, file: str) -> bool:
         try:
-            now[module] = _text_of(file) if os.path.exists(file) else text
+            return not os.path.exists(file) or _text_of(file) == text
         except (OSError, UnicodeError, SyntaxError):
-            now[module] = ""
-    return {module: text for module, text in now.items() if text != copies[module][1]}
+            return False
+
+    return [module for module, (file, text) in copies.items() if not is_as(text, file)]
 
 
 def to_continue(settings: TrainSettings) -> Copies:
@@ -280,11 +280,10 @@ def to_continue(settings: TrainSettings) -> Copies:
     if (launch := environment.launch()) and then.get("job") == launch.began:
         return copies
     entries = {entry["module"]: entry for entry in then.get("code", ())}
-    for module, now in _edited(copies).items():
-        (file, text), entry = copies.pop(module), entries[module]
-        # A program also holds settings, such as the number of epochs: `record` compares what it has built.
-        may_matter = entry["course"] and file != _program() and _code_of(now) != _code_of(text)
-        if may_matter and settings.changed_code == "refuse":
+    for module in _edited(copies):
+        (file, _), entry = copies.pop(module), entries[module]
+        # A program also holds settings, such as the number of epochs: `record` compares what they come to.
+        if entry["course"] and file != _program() and settings.changed_code == "refuse":
             raise UserError(
                 f"{file} is not the file that the run in {origin.parent} was started with (its copy: "
                 f"{FOLDER}/{entry['copy']}): bring that back, or give --changed-code accept, or another --run-dir"
@@ -308,16 +307,3 @@ def of_trained(folder: Path, left_out: Sequence[str] = ()) -> Copies:
 
 def _program() -> str:
     return os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
-
-
-class _NoDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-def _code_of(text: str) -> str:
-    """A file's text without comments, docstrings and positions; the text itself where it is no Python."""
-    try:
-        return ast.dump(_NoDocstrings().visit(ast.parse(text)))
-    except (SyntaxError, ValueError):
-        return text

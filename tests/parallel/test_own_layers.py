@@ -234,7 +234,6 @@ def _drop(folder: str) -> dict[str, Any]:
 
 def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(jobs: Results) -> None:
     ranks = jobs[2]["drop"]
-    assert "random layers: dropout: results depend on the number of ranks" in ranks[0]["said"]
     for rank in ranks:
         assert all(rank[run]["replicas_identical"] for run in ("whole", "resumed", "renorm"))
         assert rank["whole"]["weights_sha256"] == rank["resumed"]["weights_sha256"]

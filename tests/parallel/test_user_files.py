@@ -15,13 +15,10 @@ from benchmarks import runs
 from tests.ranks import command, run_ranks
 
 NET = """
-import os, keras, {helper}
+import keras, {helper}
 def build(shape, c):
     layers = [keras.layers.Flatten(), keras.layers.Dense(8, {helper}.ACTIVATION, name="hidden"), keras.layers.Dense(c)]
     return keras.Sequential([keras.Input(shape), *layers])
-def by_environment(shape, c):
-    dense = keras.layers.Dense(8, os.environ.get("ACTIVATION", "relu"), name="hidden")
-    return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), dense, keras.layers.Dense(c)])
 """
 DATA = """
 import os, numpy as np, hvd_cifar
@@ -52,8 +49,8 @@ class Job:
         assert old in text
         self.write(name, text.replace(old, new, 1))
 
-    def train(self, steps: int, *words: Any, run: Path | None = None, build: str = "build", **env: str) -> Any:
-        given: list[Any] = ["--model", f"{self.folder}/net.py:{build}", "--dataset", f"{self.folder}/data.py:load"]
+    def train(self, steps: int, *words: Any, run: Path | None = None, **env: str) -> Any:
+        given: list[Any] = ["--model", f"{self.folder}/net.py:build", "--dataset", f"{self.folder}/data.py:load"]
         given += ["--callbacks", f"{self.folder}/cb.py:Mine", "--global-batch-size", 16, "--precision", "float32"]
         given += ["--learning-rate", 0.01]
         return self.call("train", *given, "--max-steps", steps, "--run-dir", run or self.run, *words, **env)
@@ -89,21 +86,16 @@ def test_a_run_does_not_resume_with_other_code(job: Job) -> None:
     assert json.loads((job.run / "config.json").read_text())["changed_code"] == "refuse"
 
 
-def test_an_edit_that_cannot_change_the_result_is_told(job: Job) -> None:
+def test_an_edited_callback_is_told(job: Job) -> None:
     job.write("cb.py", CALLBACK + "edited = True\n")
-    job.edit("net.py", "def build(shape, c):\n", "# edited\n\ndef build(shape, c):\n    'A docstring.'\n")
     rank = job.train(4)
-    notes = [f"hvd_cifar: note: {job.folder}/{name} has changed" for name in ("net.py", "cb.py")]
-    assert rank["code"] == 0 and [line[: len(note)] for line, note in zip(rank["errors"], notes, strict=True)] == notes
+    (note,) = rank["errors"]
+    assert rank["code"] == 0 and f"note: {job.folder}/cb.py has changed" in note
 
 
-def test_the_net_and_the_test_set_are_compared_also_where_no_file_has_changed(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    assert job.train(2, build="by_environment")["code"] == 0
-    for name, value, what in (("ACTIVATION", "tanh", "hidden (Dense) is"), ("SHIFT", "1", "the test set is")):
-        env: Any = {name: value}
-        rank = job.train(4, build="by_environment", **env)
-        assert rank["code"] == 2 and f"hvd_cifar: {what} not as in the run" in rank["errors"][0]
+def test_the_test_set_is_compared_also_where_no_file_has_changed(job: Job) -> None:
+    rank = job.train(4, SHIFT="1")
+    assert rank["code"] == 2 and "other settings (test sha256 was " in rank["errors"][0]
     notes = [job.call("evaluate", "--run-dir", job.run, SHIFT=shift)["errors"] for shift in "01"]
     assert not notes[0] and "its test examples are not those of the run" in notes[1][0]
 
