@@ -57,7 +57,7 @@ class ElasticCopies(Callback):
     """This host's copies of the state, and how all ranks restore from them."""
 
     def on_build(self, run: Run) -> None:
-        run.progress.fetches_each_step = True  # the copy counts skipped steps
+        run.progress.fetches_each_step = True  # a copy must not hold what a bad loss has spoilt
 
     def on_restore(self, run: Run) -> str | None:
         job, self._values = run.world.elastic, _Values(run.state.variables)

@@ -36,8 +36,7 @@ class ExampleLedger(Callback):
     def on_log(self, run: Run) -> None:
         by_rank = run.ranks.gather(self.used)
         for i, (step, _) in enumerate(self.used):
-            skipped = {"skipped": True} if step in run.progress.skipped else {}
-            run.reporter.append_line(FILE, {"step": step, "ranks": [used[i][1] for used in by_rank], **skipped})
+            run.reporter.append_line(FILE, {"step": step, "ranks": [used[i][1] for used in by_rank]})
         self.used.clear()
 
     def on_rollback(self, run: Run) -> None:

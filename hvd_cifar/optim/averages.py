@@ -38,9 +38,6 @@ class MovingAverage(_Averages):
         for average, source in zip(self.values, self.sources, strict=True):
             average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
 
-    def skip(self) -> None:
-        """A step that changes no weight: the averages stay."""
-
     def swap(self) -> None:
         """Exchange the variables with their averages; a second call restores both."""
         for average, source in zip(self.values, self.sources, strict=True):
@@ -66,7 +63,7 @@ class Lookahead(_Averages):
         super().__init__(variables, "slow", "lookahead_steps")
         self.total_steps = total_steps
 
-    def update(self, mixes: bool = True) -> None:
+    def update(self) -> None:
         """Count a step; mix slow and fast weights after every fifth one; end with the slow ones. Works in a graph."""
         self.steps.assign_add(1)
         done = self.steps.value
@@ -77,14 +74,9 @@ class Lookahead(_Averages):
                 slow.value.assign_add((fast.value - slow.value) * tf.cast(1.0 - decay, slow.dtype))
             self._copy_slow_weights()
 
-        if mixes:
-            tf.cond(done % self.EVERY == 0, mix, lambda: None)
+        tf.cond(done % self.EVERY == 0, mix, lambda: None)
         if self.total_steps >= self.EVERY:  # before, the slow weights are the initial ones
             tf.cond(done == self.total_steps, self._copy_slow_weights, lambda: None)
-
-    def skip(self) -> None:
-        """Count a step that changes no weight, without mixing: the decay depends on the number of steps."""
-        self.update(mixes=False)
 
     def _copy_slow_weights(self) -> None:
         for slow, fast in zip(self.values, self.sources, strict=True):

@@ -7,7 +7,7 @@ This module imports no TensorFlow: the command line lists the extensions' option
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 class StepObserver:
-    """Watches or wraps the training step. Methods are called in the step's graph, while it is traced.
+    """Watches the training step. Methods are called in the step's graph, while it is traced.
 
     Add an observer with `Run.observe` in `Callback.on_build`.
     """
@@ -54,13 +54,6 @@ class StepObserver:
 
     def after_update(self) -> None:
         """After the weights' update."""
-
-    def on_skip(self) -> None:
-        """After a step whose changes were undone."""
-
-    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, or a function around it with the same arguments and result."""
-        return step
 
 
 class Callback:
@@ -107,10 +100,6 @@ class Callback:
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
-
-    def on_bad_loss(self, run: Run, step: int, loss: float) -> bool:
-        """A step's loss is not finite, on all ranks alike. True: the run goes on all the same."""
-        return False
 
     def on_diverged(self, run: Run, failure: Diverged) -> bool:
         """The run has diverged, on all ranks alike. True: it goes on, as from a checkpoint."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,14 +110,12 @@ class Progress:
         step: finished global steps; `first_step`: those of earlier processes.
         saved_step: of the newest checkpoint of this run; -1: none.
         rate_factor: multiplies the schedule's learning rate; a callback may change it.
-        skipped: losses of steps whose changes were undone, by step, of this process.
         stop_requested: by any rank: the run saves this step and stops.
         ends_early: why this step is the last one; the same on all ranks.
         fetches_each_step: whether each step's results are fetched before the next step.
         own_flags: numbers that this rank sends the others with each step's loss, by name, until they change. A callback
             adds its own in `on_build`, on every rank.
         flags: their sums over all ranks, of the steps whose results were fetched.
-        on_bad_loss: asks the callbacks whether the run goes on after a step's loss that is not finite.
     """
 
     def __init__(self, watch: Watch | None = None) -> None:
@@ -129,10 +127,8 @@ class Progress:
         self.flags: dict[str, float] = defaultdict(float)
         self.begin(0, -1)
         self.rate_factor = 1.0
-        self.skipped: dict[int, float] = {}
         self.stop_requested = False
         self.fetches_each_step = False
-        self.on_bad_loss: Callable[[int, float], bool] = lambda step, loss: False
         self._seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self._looked = time.perf_counter()
 
@@ -190,7 +186,7 @@ class Progress:
     def check_losses(self) -> None:
         """Fetch the results of all steps since the last call. They are the same on all ranks.
 
-        Diverged at the first loss that is not finite, unless a callback deals with it.
+        Diverged at the first loss that is not finite.
         """
         unseen, self._unseen = self._unseen, []
         for step, result in enumerate(unseen, start=self.step - len(unseen) + 1):
@@ -198,20 +194,19 @@ class Progress:
             self.flags["seconds"] = 0.0  # of the newest step alone
             for name, value in zip(self.own_flags, flags, strict=True):
                 self.flags[name] += value
-            if math.isfinite(loss):
-                self.losses = Losses(loss - penalty, penalty, loss)
-            elif not self.on_bad_loss(step, loss):
+            if not math.isfinite(loss):
                 raise self.diverged(f"loss = {loss} at step {step}", step - 1)
+            self.losses = Losses(loss - penalty, penalty, loss)
             self.stop_requested |= self.flags["stop"] > 0
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(self.flags["seconds"], 1e-6)))
         if unseen:
             now = time.perf_counter()
             self._seconds_per_step, self._looked = (now - self._looked) / len(unseen), now
 
-    def diverged(self, how: str, weights_step: int | None) -> Diverged:
+    def diverged(self, how: str, weights_step: int) -> Diverged:
         """The error for a loss that is not finite. `how` names the loss; `weights_step` is the step of its weights."""
         kept = self.kept
-        if weights_step is not None and weights_step == self.saved_step:
+        if weights_step == self.saved_step:
             kept += ", but its weights give this loss: go on from an earlier one"
         return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
 

@@ -52,15 +52,16 @@ class Logger(Callback):
 
     def _log(self, run: Run) -> None:
         run.progress.check_losses()
-        if run.loss is None:
-            return  # every step so far was skipped
+        losses = run.progress.losses
+        assert losses is not None, "there was a step"
         now, steps = run.progress.clock.seconds, run.step - self.logged_step
         seconds = now - self.logged_seconds
         rate = self.examples / seconds
         self.rates.append((self.logged_step, rate))
-        run.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
-        if run.progress.losses:
-            run.reporter.show(run.step, run.progress.losses._asdict())
+        run.reporter.train(
+            run.step, round(run.epoch, 4), losses.total_loss, run.learning_rate, round(rate, 2), seconds / steps
+        )
+        run.reporter.show(run.step, losses._asdict())
         self.logged_step, self.logged_seconds, self.examples = run.step, now, 0
         with run.progress.clock.paused():
             run.tell("on_log")

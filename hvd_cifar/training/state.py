@@ -55,7 +55,7 @@ class TrainState:
     def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = False) -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.
 
-        A skipped step and a rollback take back what has changed in them.
+        A rollback takes back what has changed in them.
 
         Args:
             name: of the part, one for each caller.
@@ -96,14 +96,11 @@ class TrainState:
         """The variables that differ between ranks."""
         return [*self._own, *(v for part in self._parts.values() if part.kind == "own" for v in part.variables)]
 
-    def of_step(self) -> list[Any]:
-        """The variables that a training step may change, without the states of random generators."""
-        return [v for part in self._parts.values() if part.kind != "root" for v in part.variables]
-
     def replicated(self, with_own: bool) -> list[Any]:
         """The variables that must be equal on all ranks; `with_own`: after `average`, those of `own` also."""
         left_out = set() if with_own else set(map(id, self.own))
-        return [v for v in self.of_step() if id(v) not in left_out]
+        shared = (v for part in self._parts.values() if part.kind != "root" for v in part.variables)
+        return [v for v in shared if id(v) not in left_out]
 
     def broadcast(self, root: int = 0) -> None:
         """Give all ranks the values of one rank, bit for bit. A collective; `draw_apart` follows."""

@@ -71,10 +71,6 @@ class Averaging(StepObserver):
         """Follow the weights."""
         self.averages.update()
 
-    def on_skip(self) -> None:
-        """Count a step that changed no weight."""
-        self.averages.skip()
-
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
     """Per-example cross-entropy [b] of int labels [b] and logits [b, classes], in float32 or better.
@@ -216,7 +212,7 @@ def make_train_step(
 
     Args:
         optimizer: distributed with op "sum", since each rank's gradient is its share of the global one.
-        observers: what watches or wraps the step, in their order.
+        observers: what watches the step, in their order.
     """
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of, update = make_share(net, optimizer, spec), make_update(net, optimizer, spec, observers)
@@ -241,8 +237,6 @@ def make_train_step(
         shares = (share_of_batch(batch, count, start) for batch, start in zip(micro_batches, starts, strict=True))
         return update(add_in_tree(shares, add), learning_rate, flags)
 
-    for observer in observers:
-        step = observer.wrap(step)
     if spec.is_one_graph:
         types = [[batch_types], count_type, tf.TensorSpec([], real), tf.TensorSpec([spec.flags], tf.float32)]
         step = _graph(step, input_signature=types)

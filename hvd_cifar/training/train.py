@@ -157,7 +157,6 @@ class Trainer:
             side: make_train_step(run.net, run.optimizer, step_spec(run.work, side, flags), run.observers)
             for side in run.work.sizes.sides
         }
-        run.progress.on_bad_loss = lambda step, loss: any(run.tell("on_bad_loss", step, loss))
 
     def train(self) -> dict[str, Any]:
         """Make the remaining steps, and return the run's summary. A collective.

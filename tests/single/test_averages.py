@@ -28,18 +28,6 @@ def test_lookahead_mixes_every_fifth_step_and_ends_on_the_slow_weights() -> None
     assert 0 < slow < sum(range(13))
 
 
-def test_skipped_steps_count_for_lookahead_and_change_the_last_one_s_weights_alone() -> None:
-    variable = keras.Variable(np.zeros(2), dtype="float64")
-    lookahead = Lookahead([variable], total_steps=7)
-    for step in range(1, 8):
-        variable.assign_add(np.ones(2))
-        lookahead.skip() if step in (5, 7) else lookahead.update()
-        assert (variable.numpy() == (step if step < 7 else 0)).all(), step
-    average = MovingAverage([variable], decay=0.5)
-    average.skip()
-    assert int(average.steps.numpy()) == 0
-
-
 def test_a_moving_average_begins_with_a_small_decay_and_follows_its_formula() -> None:
     variable = keras.Variable(np.zeros(2), dtype="float64")
     average = MovingAverage([variable], decay=0.5)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hvd_cifar.errors import Preempted, TrainingError
-from hvd_cifar.extensions.bad_numbers import MOST_SKIPS_IN_A_ROW, Skip
 from hvd_cifar.training.progress import Progress, StepClock
 from hvd_cifar.training.train import Trainer
 
@@ -48,22 +47,6 @@ def test_a_checkpoint_whose_own_weights_give_that_loss_is_named() -> None:
         with pytest.raises(TrainingError, match=rf"the checkpoint of step {saved} is kept(.*)") as raised:
             _progress(4, saved).add([], _Result(np.nan))
         assert ("kept, but its weights give this loss" in str(raised.value)) == is_own
-
-
-def test_skipped_steps_end_a_run_only_where_many_follow_each_other() -> None:
-    progress, skip = _progress(), Skip()
-    run: Any = SimpleNamespace(progress=progress)
-    progress.on_bad_loss = lambda step, loss: skip.on_bad_loss(run, step, loss)
-    for _ in range(3):
-        for _ in range(MOST_SKIPS_IN_A_ROW - 1):
-            progress.add([], _Result(np.nan))
-        progress.add([], _Result(2.5))
-    progress.check_losses()
-    assert (progress.loss, len(progress.skipped), 30 in progress.skipped) == (2.5, 3 * MOST_SKIPS_IN_A_ROW - 3, False)
-    with pytest.raises(TrainingError, match=f"loss = inf at step 40, and {MOST_SKIPS_IN_A_ROW} steps in a row were sk"):
-        for _ in range(MOST_SKIPS_IN_A_ROW):
-            progress.add([], _Result(np.inf))
-        progress.check_losses()
 
 
 def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:

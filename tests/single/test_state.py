@@ -146,7 +146,8 @@ def test_a_number_is_of_its_value_s_type_and_a_part_is_found_by_its_name() -> No
     assert state.part("whole") == [whole] and state.part("none") == ()
     named = state.named()
     assert named["added/whole/0"] is whole and named["state/real/0"] is real
-    assert any(whole is v for v in state.of_step()) and not any(real is v for v in state.of_step())
+    compared = state.replicated(with_own=True)
+    assert any(whole is v for v in compared) and not any(real is v for v in compared)
     assert (int(state.step.numpy()), float(state.seconds.numpy()), int(state.rollbacks.numpy())) == (0, 0.0, 0)
     whole.assign(9)
     real.assign(9)
