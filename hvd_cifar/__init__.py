@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from hvd_cifar.training.callbacks import StepObserver as StepObserver
     from hvd_cifar.training.evaluate import Evaluation as Evaluation
     from hvd_cifar.training.progress import Progress as Progress
-    from hvd_cifar.training.ranks import Ranks as Ranks
     from hvd_cifar.training.state import TrainState as TrainState
 
 __version__ = "0.3.0"  # CHANGELOG.md says what a number means
@@ -53,7 +52,6 @@ _NAMES = {
     "training.callbacks": ("Callback", "Run", "StepObserver"),
     "training.evaluate": ("Evaluation",),
     "training.progress": ("Progress",),
-    "training.ranks": ("Ranks",),
     "training.state": ("TrainState",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hvd_cifar import fields
 from hvd_cifar.training.callbacks import Callback, Run
@@ -16,15 +16,8 @@ RESULT = "result.json"  # in the checkpoint of the best weights: their `Evaluati
 
 
 class Settings(fields.Settings):
-    eval_every: int | None = None  # declared again for the check below; the core's type and default count
     early_stopping: int | None = Field(None, gt=0)
     """End the run after this many evaluations in a row without a higher accuracy. [default: never]"""
-
-    @model_validator(mode="after")
-    def _early_stopping_has_evaluations(self) -> Settings:
-        if self.early_stopping and self.eval_every == 0:
-            raise ValueError("--early-stopping has no evaluations to act on with --eval-every 0: give more than 0")
-        return self
 
 
 def make(run: Run) -> Callback | None:

@@ -65,7 +65,7 @@ class ElasticCopies(Callback):
         folder, size = run.ranks.on_every_rank(lambda: own_folder(job.name)), self._values.size
         is_first = run.world.local_rank == 0
         self._copies = run.ranks.on_every_rank(lambda: TwoVersions(folder, size) if is_first else None)
-        newest = run.ranks.gather(max(versions_in(folder), default=NONE) if self._copies else NONE)
+        newest = run.ranks.all_gather_object(max(versions_in(folder), default=NONE) if self._copies else NONE)
         found = max(newest)
         if found <= self._version(run):
             return None

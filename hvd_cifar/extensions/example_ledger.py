@@ -34,7 +34,7 @@ class ExampleLedger(Callback):
             run.ranks.barrier()
 
     def on_log(self, run: Run) -> None:
-        by_rank = run.ranks.gather(self.used)
+        by_rank = run.ranks.all_gather_object(self.used)
         for i, (step, _) in enumerate(self.used):
             run.reporter.append_line(FILE, {"step": step, "ranks": [used[i][1] for used in by_rank]})
         self.used.clear()

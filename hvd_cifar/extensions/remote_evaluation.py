@@ -122,7 +122,7 @@ class RemoteEvaluation(Callback):
             while waits:
                 run.progress.watch.mark("validation")
                 time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
-                waits = run.ranks.broadcast(self._is_awaited(run, end))  # first: the last look misses nothing
+                waits = run.ranks.broadcast_object(self._is_awaited(run, end))  # first: the last look misses nothing
                 self._look(run)
                 self._report(run)
         self._close(run, run.step + 1, "no validation rank has answered")
@@ -162,7 +162,7 @@ class RemoteEvaluation(Callback):
 
     def _report(self, run: Run) -> None:
         """Report results on all ranks. A collective."""
-        for found in run.ranks.broadcast(self.results):
+        for found in run.ranks.broadcast_object(self.results):
             self._close(run, found.step, f"the evaluation of step {found.step} came first")
             if math.isfinite(found.loss):
                 epoch = round(found.step / run.plan.steps_per_epoch, 4)

@@ -70,7 +70,7 @@ class Stragglers(Callback):
             self.step, self.seconds = run.step, run.progress.clock.seconds
             wait = run.progress.waits.take() / steps
             compute = max(1e-9, (self.seconds - before) / steps - wait)
-            ranks = run.ranks.gather(Seen(run.world.host, compute, wait))
+            ranks = run.ranks.all_gather_object(Seen(run.world.host, compute, wait))
         run.reporter.ranks(
             run.step,
             hosts=[seen.host for seen in ranks],

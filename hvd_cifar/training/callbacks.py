@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from hvd_cifar.training.evaluate import Evaluation
     from hvd_cifar.training.plan import Plan
     from hvd_cifar.training.progress import Progress
-    from hvd_cifar.training.ranks import Ranks
     from hvd_cifar.training.state import TrainState
     from hvd_cifar.training.work import Work
 
@@ -124,7 +123,10 @@ class Run:
         optimizer: distributed, and built for the model's variables.
         state: all variables of the run; callbacks add theirs.
         world: this rank and the others: rank, size, host, device.
-        ranks: collectives of whole values: `gather`, `broadcast`, `on_root`, `on_every_rank`, `barrier`.
+        ranks: the module `hvd_cifar.distributed.collectives`. Its `all_gather_object(value)` and
+            `broadcast_object(value)` take any object that can be pickled. `on_root(function)` calls a function on rank
+            0 and gives its result to all ranks; `on_every_rank(function)` raises on all ranks the error of one;
+            `barrier()` waits for all. Every rank calls them, in the same order.
         schedule: learning rate by step.
         progress: step, losses and clock.
         run_dir: folder of the run's files, on rank 0's host; there from `on_restore` on.
@@ -148,7 +150,7 @@ class Run:
     optimizer: Any
     state: TrainState
     world: World
-    ranks: Ranks
+    ranks: Any
     schedule: Schedule
     progress: Progress
     run_dir: Path = Path()

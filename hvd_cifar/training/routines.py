@@ -87,7 +87,7 @@ class Evaluator(Callback):
     def before_steps(self, run: Run) -> None:
         """Make the evaluation that an earlier process left out because it had to stop."""
         if self._is_due(run):
-            is_done = run.ranks.broadcast(run.step in run.reporter.evaluated[run.watched])
+            is_done = run.ranks.broadcast_object(run.step in run.reporter.evaluated[run.watched])
             if not is_done:
                 self.run_now(run, run.watched)
 
@@ -191,7 +191,7 @@ class Summariser(Callback):
 
     def on_end(self, run: Run) -> None:
         drawn = set(map(id, random_states(run.model)))
-        digests = run.ranks.gather(digest([v for v in run.model.variables if id(v) not in drawn]))
+        digests = run.ranks.all_gather_object(digest([v for v in run.model.variables if id(v) not in drawn]))
         summary = {
             "dataset": run.dataset,
             "model": run.settings.model,
@@ -212,7 +212,7 @@ class Summariser(Callback):
         run.tell("on_summary", summary)
         end = {"mark": "end", "time": time.time(), "step": run.step}
         summary["goodput"] = sessions.shares([*run.reporter.marks, end])
-        run.summary = run.ranks.broadcast(summary)
+        run.summary = run.ranks.broadcast_object(summary)
         run.ranks.on_root(lambda: run.reporter.summary(summary))
         seconds = run.summary["training_seconds"]
         run.say(

@@ -17,7 +17,6 @@ from hvd_cifar.files import complain, read_json
 from hvd_cifar.runtime import environment
 from hvd_cifar.training import checkpoint
 
-SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
 SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that does not answer (NFS by default for 90 s)
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
 # Facts that the state of a checkpoint depends on: its step counts the batches that they define.
@@ -74,7 +73,7 @@ def _locked(path: Path) -> FileLock:
     """The file's lock, taken; Timeout where another process keeps it. A restart waits for the lock of a lost rank 0."""
     lock = FileLock(path)
     try:
-        lock.acquire(timeout=SECONDS_FOR_READERS)
+        lock.acquire(timeout=0)
     except Timeout:
         if not ((launch := environment.launch()) and launch.restarts):
             raise

@@ -32,7 +32,6 @@ from hvd_cifar.training.checkpoint import Checkpoints, restore
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
-from hvd_cifar.training.ranks import Ranks
 from hvd_cifar.training.record import Record, compared, describe, why_failed
 from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
 from hvd_cifar.training.state import TrainState
@@ -128,7 +127,7 @@ def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> 
     for name, average in make_averages(work.recipe, net, work.plan.all_steps).items():
         state.add(name, average.variables, core=True)
         averages.append(average)
-    return Run(work, net, optimizer, state, world, Ranks(), schedule, progress), averages
+    return Run(work, net, optimizer, state, world, collectives, schedule, progress), averages
 
 
 def _restore(run: Run, newest: Path | None) -> str:

@@ -18,7 +18,6 @@ def _restored(folder: str) -> dict[str, Any]:
     from hvd_cifar.distributed import collectives
     from hvd_cifar.extensions import elastic_copies
     from hvd_cifar.runtime.world import start
-    from hvd_cifar.training.ranks import Ranks
     from hvd_cifar.training.state import TrainState
 
     world = start()
@@ -34,7 +33,7 @@ def _restored(folder: str) -> dict[str, Any]:
 
     def run_of(name: str) -> tuple[Any, Any]:
         here = dataclasses.replace(world, elastic=SimpleNamespace(name=name))  # type: ignore[arg-type]
-        run = SimpleNamespace(world=here, state=state, ranks=Ranks(), tell=lambda event: None)
+        run = SimpleNamespace(world=here, state=state, ranks=collectives, tell=lambda event: None)
         return elastic_copies.ElasticCopies(), run
 
     def write(copies: Any, run: Any, step: int) -> None:

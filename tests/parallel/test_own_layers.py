@@ -228,8 +228,11 @@ def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
         fail("schedule")
         return 1.0 - done
 
-    recipes = {name: {name: make} for name, make in (("optimizer", optimizer), ("schedule", schedule))}
-    nets = {"build": once, **{name: _net(recipe=hvd_cifar.Recipe(**given)) for name, given in recipes.items()}}
+    nets = {
+        "build": once,
+        "optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=optimizer)),
+        "schedule": _net(recipe=hvd_cifar.Recipe(schedule=schedule)),
+    }
     return {name: _error_of(f"{folder}/{name}", net, max_steps=1) for name, net in nets.items()}
 
 

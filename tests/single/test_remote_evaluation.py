@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Any:
     made.files_may_fail = partial(Run.files_may_fail, made)
     made.progress.ends_early, made.progress.stop_requested = "", False
     made.progress.flags, made.progress.own_flags = {}, {}
-    made.ranks.broadcast, made.ranks.on_root = (lambda value: value), (lambda function: function())
+    made.ranks.broadcast_object, made.ranks.on_root = (lambda value: value), (lambda function: function())
     made.reporter.evaluated, made.plan.steps_per_epoch = defaultdict(set), 10
     made.save = lambda: write(tmp_path / "checkpoints", made.step, {})
     return made

@@ -31,7 +31,7 @@ def test_after_a_rollback_times_are_gathered_anew() -> None:
     )
     run: Any = SimpleNamespace(step=0, world=SimpleNamespace(host="h"), reporter=reporter)
     run.progress = SimpleNamespace(clock=clock, check_losses=lambda: None, waits=SimpleNamespace(take=take))
-    run.ranks = SimpleNamespace(gather=lambda value: [value])
+    run.ranks = SimpleNamespace(all_gather_object=lambda value: [value])
     run.is_due = lambda every: run.step % every == 0
     found = stragglers.Stragglers()
     found.on_start(run)
