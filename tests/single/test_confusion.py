@@ -1,4 +1,4 @@
-"""The confusion matrix and the worst mistakes of an evaluation: what a rank counts, and what the file holds."""
+"""The file of the confusion matrix and the worst mistakes of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,28 +15,7 @@ from PIL import Image
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.extensions.confusion import ConfusionWriter
 from hvd_cifar.files import read_json
-from hvd_cifar.training.evaluate import WORST, Confusion, Evaluation, Mistake, Tally
-
-
-def test_a_tally_has_a_row_for_each_true_class_and_the_largest_losses_first() -> None:
-    labels = np.array([0, 1, 2, 1, 0], np.int32)
-    logits = np.array([[2.0, 0, 0], [0, 0, 1], [0, 0, 3], [5, 0, 0], [0, 1, 0]])
-    losses = np.array([0.1, 0.9, 0.05, 4.0, 0.9])
-    tally = Tally(3)
-    for part in (slice(0, 2), slice(2, 5)):
-        tally.add(10 + 2 * np.arange(5)[part], labels[part], losses[part], logits[part])
-    assert tally.matrix.tolist() == [[1, 1, 0], [1, 0, 1], [0, 0, 1]]
-    assert [(m.index, m.label, m.predicted) for m in tally.mistakes] == [(16, 1, 0), (12, 1, 2), (18, 0, 1)]
-    assert tally.mistakes[0].probabilities == pytest.approx(np.exp([5, 0, 0]) / (np.exp(5) + 2), abs=1e-6)
-
-
-def test_a_tally_keeps_the_worst_mistakes_alone() -> None:
-    count = 4 * WORST
-    losses = np.random.default_rng(0).permutation(count).astype(float)
-    tally = Tally(2)
-    for part in np.split(np.arange(count), 4):
-        tally.add(part, np.zeros(len(part), np.int32), losses[part], np.tile([0.0, 1.0], (len(part), 1)))
-    assert [m.loss for m in tally.mistakes] == list(range(count - 1, count - 1 - WORST, -1))
+from hvd_cifar.training.evaluate import Confusion, Evaluation, Mistake
 
 
 @pytest.mark.parametrize(("channels", "size", "shown"), [(1, (5, 7), (5, 7)), (3, (1200, 800), (256, 171))])

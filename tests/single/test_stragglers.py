@@ -6,6 +6,7 @@ import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -15,35 +16,31 @@ from hvd_cifar.training import progress
 from hvd_cifar.training.progress import WaitClock
 
 
-def test_after_a_rollback_times_are_gathered_anew() -> None:
-    """From step 950 to 0. A step takes 0.1 s, 0.09 of it computation."""
+def test_a_slow_rank_is_named_once_after_three_gatherings_and_times_count_anew_after_a_rollback() -> None:
+    """This rank computes 0.09 s of a step of 0.1 s, and the other one 0.18 s."""
     clock: Any = SimpleNamespace(seconds=0.0, paused=contextlib.nullcontext)
-    waited = 0.0
-
-    def take() -> float:
-        nonlocal waited
-        found, waited = waited, 0.0
-        return found
-
-    seen: list[tuple[int, list[float], list[float]]] = []
-    reporter = SimpleNamespace(
-        ranks=lambda step, **by_rank: seen.append((step, by_rank["compute_seconds"], by_rank["wait_seconds"]))
-    )
-    run: Any = SimpleNamespace(step=0, world=SimpleNamespace(host="h"), reporter=reporter)
-    run.progress = SimpleNamespace(clock=clock, check_losses=lambda: None, waits=SimpleNamespace(take=take))
-    run.ranks = SimpleNamespace(all_gather_object=lambda value: [value])
-    run.is_due = lambda every: run.step % every == 0
+    steps: list[int] = []
+    reporter = SimpleNamespace(ranks=lambda step, **by_rank: steps.append(step))
+    run: Any = mock.Mock(step=0, world=SimpleNamespace(host="h"), reporter=reporter)
     found = stragglers.Stragglers()
+
+    def gather(own: stragglers.Seen) -> list[stragglers.Seen]:
+        assert (own.compute, own.wait) == pytest.approx((0.09, 0.01))
+        return [own, own, own._replace(host="slow", compute=0.18)]
+
+    run.progress.clock, run.ranks.all_gather_object = clock, gather
+    run.progress.waits.take = lambda: 1.0
+    run.is_due = lambda every: run.step % every == 0
     found.on_start(run)
-    for last in (950, 300):
+    for last, told in ((250, 0), (450, 1)):
         run.step = 0
-        if last == 300:
-            found.on_rollback(run)
+        found.on_rollback(run)
         while run.step < last:
-            run.step, waited, clock.seconds = run.step + 1, waited + 0.01, clock.seconds + 0.1
+            run.step, clock.seconds = run.step + 1, clock.seconds + 0.1
             found.on_step(run)
-    assert [step for step, *_ in seen] == [*range(100, 1000, 100), 100, 200, 300]
-    assert all(computes == pytest.approx([0.09]) and waits == pytest.approx([0.01]) for _, computes, waits in seen)
+        assert run.warn.call_count == told
+    assert steps == [100, 200, 100, 200, 300, 400]
+    assert "rank 2 on slow is slow since step 100, compute: 180.0 ms a step" in run.warn.call_args.args[0]
 
 
 def test_waits_are_added_up_and_a_clock_that_is_set_back_gives_no_negative_one(monkeypatch: pytest.MonkeyPatch) -> None:
