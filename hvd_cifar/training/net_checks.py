@@ -18,7 +18,7 @@ def refuse_unlike(run: Run) -> None:
     """UserError on all ranks where one has built another net than rank 0. A collective."""
     first, *others = collectives.all_gather_object(_digests(run))
     for rank, other in enumerate(others, 1):
-        if name := next((name for name in {**first, **other} if first.get(name) != other.get(name)), None):
+        if name := next((name for name in {**other, **first} if first.get(name) != other.get(name)), None):
             raise UserError(
                 f"--model {run.work.model.name}: rank {rank} has built another net than rank 0: {name} differs; build "
                 "the same net on every rank: let it depend on no rank, host, clock or random number of Python"

@@ -42,7 +42,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     good = folder / "back" / "checkpoints" / "step-15"
     functions = {
         "back": train("back", {"nan": 8, "huge": 20}, "--max-steps", 25, "--on-nan", "rollback"),
-        "by hand": train("by hand", {}, "--max-steps", 30, "--learning-rate", 0.0125, "--resume", good),
+        "by hand": train("by hand", {}, "--max-steps", 30, "--learning-rate", 0.025, "--resume", good),
         "back resumed": train("back", {}, "--max-steps", 30),
     }
     return cache(lambda n: run_all(functions, n, timeout=900, fresh=True))

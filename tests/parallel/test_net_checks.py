@@ -33,8 +33,8 @@ def other_activation(shape, c):
 
 def other_source(shape, c):
     images = keras.Input(shape)
-    a, b = L.Flatten(name="a")(images), L.Flatten(name="b")(images[:, ::-1])
-    return keras.Model(images, L.Dense(c, name="top")(b if hvd.rank() else a))
+    parts = [L.Flatten()(images), L.Flatten()(images[:, ::-1])]
+    return keras.Model(images, L.Dense(c)(L.Concatenate()(parts[::-1] if hvd.rank() else parts)))
 
 def fixed(shape, c):
     return keras.Sequential([keras.Input(batch_shape=(24, *shape)), L.Flatten(), L.Dense(c)])
