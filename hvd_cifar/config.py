@@ -192,9 +192,6 @@ class RunOptions(StepOptions):
     resume: fields.PathOrWord = "auto"
     """auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that has one;
     PATH: start from that checkpoint, or from the newest one in that folder."""
-    changed_code: Literal["refuse", "accept"] = "refuse"
-    """What a resumed run does if a file of its net, recipe or data set has changed. refuse: end; accept: use the new
-    one."""
     run_dir: fields.LocalPath | None = None
     """Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or --validation-ranks
     also the launcher's process id]"""

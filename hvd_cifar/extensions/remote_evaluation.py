@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FLAG = "news"  # 1 on rank 0 if results have arrived
 SECONDS_BETWEEN_LOOKS = 1.0  # for results, while training
 SECONDS_BETWEEN_LAST_LOOKS = 0.2  # after the last step; of the validation job: for checkpoints
-SECONDS_TO_COME = 300.0  # for validation ranks to start, from the first step on
+SECONDS_TO_COME = 60.0  # for validation ranks to start, from the first step on
 SECONDS_FOR_LAST = 600.0  # for the last result, after the last step
 UNREAD = "results of validation ranks cannot be read"
 
@@ -89,7 +89,6 @@ class RemoteEvaluation(Callback):
     def __init__(self) -> None:
         self.began = self.looked = time.monotonic()
         self.results: list[Evaluation] = []  # on rank 0, not yet reported
-        self.has_met = False  # validation ranks
 
     def on_build(self, run: Run) -> None:
         """Leave evaluations during training to the other job. Rank 0 tells the others of results with a flag."""
@@ -132,8 +131,7 @@ class RemoteEvaluation(Callback):
         now = time.monotonic()
         with run.files_may_fail(UNREAD):
             if run.world.is_root and newest_without_result(run.run_dir) is not None and now < end:
-                may_come = not self.has_met and now < self.began + SECONDS_TO_COME
-                return may_come or has_readers(run.run_dir)
+                return has_readers(run.run_dir) or now < self.began + SECONDS_TO_COME
         return False
 
     def _ask(self, run: Run) -> None:
@@ -156,7 +154,6 @@ class RemoteEvaluation(Callback):
         self.looked = time.monotonic()
         if run.world.is_root:
             with run.files_may_fail(UNREAD):
-                self.has_met = self.has_met or has_readers(run.run_dir)
                 self.results = [found for path in asked_for(run.run_dir).values() if (found := Evaluation.read(path))]
             run.progress.own_flags[FLAG] = float(bool(self.results))
 
@@ -213,10 +210,11 @@ def validate_run(settings: ValidateSettings) -> None:
 
     def take() -> int | None:
         """Rank 0's part. Before there is a run, the lock would make the folder of one that may never begin."""
-        if not lock.is_locked and (run_dir / "config.json").exists():
-            with contextlib.suppress(OSError, Timeout):
+        with contextlib.suppress(OSError, Timeout):  # another one evaluates, or training is removing a file
+            if not lock.is_locked and (run_dir / "config.json").exists():
                 lock.acquire(timeout=1)
-        return newest_without_result(run_dir) if lock.is_locked else None
+            return newest_without_result(run_dir) if lock.is_locked else None
+        return None
 
     with session() as world:
         while True:

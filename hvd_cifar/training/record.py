@@ -18,7 +18,7 @@ from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import lost_rank, versions
-from hvd_cifar.training import net_checks, run_dir, user_code
+from hvd_cifar.training import run_dir, user_code
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.work import UserObjects, bucket_bytes_of
 
@@ -55,40 +55,23 @@ def compared(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     return {**{name: kept[name] for name in names}, **facts}
 
 
-class Record:
-    """What a run records of itself at its start. `must_match`: facts that must be the same for a run to resume."""
-
-    def __init__(self, run: Run, given: UserObjects) -> None:
-        """To be made before callbacks are loaded: they do not change a run's course. A collective."""
-        work, settings, recipe = run.work, run.settings, run.recipe
-        self._given = given
-        net_checks.refuse_unlike(run)
-        self._of_course = user_code.modules_of(settings.model_copy(update={"callbacks": ()}), given.named)
-        # The name, not "auto", under which a later evaluation might find another data set. An object's gets a prefix,
-        # so that it names no built-in set.
-        is_object, named = isinstance(given.dataset, Dataset), settings.dataset
-        self.must_match = {
-            "dataset": fields.OBJECT_DATASET * is_object + run.dataset if is_object or named == "auto" else named,
-            "global_batch_size": work.plan.global_batch_size,
-            "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
-            "test_sha256": collectives.on_root(lambda: work.dataset.test.digest),
-            "learning_rate_schedule": collectives.on_every_rank(lambda: run.schedule.exact),
-            "convolutions": _kernels(run),
-            **{name: getattr(recipe, name) for name in RECIPE},
-            "image_scales": list(recipe.image_scales),
-            "augmentation": settings.set.augmentation or "recipe",
-        }
-
-    def write(self, run: Run) -> None:
-        """Write config.json and copies of the user's files. A collective. UserError where one cannot be written."""
-        modules = user_code.modules_of(run.settings, [*self._given.named, *self._given.callbacks])
-        facts = {**self.must_match, **facts_of(run)}
-
-        def at_root() -> None:
-            facts["code"] = user_code.keep(run.run_dir, modules, self._of_course)
-            _write(run, facts)
-
-        collectives.on_root(at_root)
+def must_match(run: Run, given: UserObjects) -> dict[str, Any]:
+    """Facts that must be the same for a run to resume. A collective."""
+    work, settings, recipe = run.work, run.settings, run.recipe
+    # The name, not "auto", under which a later evaluation might find another data set. An object's gets a prefix, so
+    # that it names no built-in set.
+    is_object, named = isinstance(given.dataset, Dataset), settings.dataset
+    return {
+        "dataset": fields.OBJECT_DATASET * is_object + run.dataset if is_object or named == "auto" else named,
+        "global_batch_size": work.plan.global_batch_size,
+        "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
+        "test_sha256": collectives.on_root(lambda: work.dataset.test.digest),
+        "learning_rate_schedule": collectives.on_every_rank(lambda: run.schedule.exact),
+        "convolutions": _kernels(run),
+        **{name: getattr(recipe, name) for name in RECIPE},
+        "image_scales": list(recipe.image_scales),
+        "augmentation": settings.set.augmentation or "recipe",
+    }
 
 
 def facts_of(run: Run) -> dict[str, Any]:
@@ -127,8 +110,17 @@ def _kernels(run: Run) -> str:
     return named or run.world.ranks[run.world.rank].kernels
 
 
+def write(run: Run, given: UserObjects, compared: dict[str, Any]) -> None:
+    """Write config.json and copies of the user's files. A collective. UserError where one cannot be written.
+
+    config.json has settings that repeat the run on any number of ranks, and under "run" the facts of this run.
+    """
+    modules = user_code.modules_of(run.settings, [*given.named, *given.callbacks])
+    facts = {**compared, **facts_of(run)}
+    collectives.on_root(lambda: _write(run, {**facts, "code": user_code.keep(run.run_dir, modules)}))
+
+
 def _write(run: Run, facts: dict[str, Any]) -> None:
-    """Write config.json: settings that repeat the run on any number of ranks, and under "run" the facts of this run."""
     path, resume = run.run_dir / "config.json", run.settings.resume
     began_from = "auto" if resume == "never" else resume  # "never" would refuse to resume the run
     if run.step and path.exists():  # a resumed run keeps the record of where it began
@@ -138,7 +130,6 @@ def _write(run: Run, facts: dict[str, Any]) -> None:
             "dataset": facts["dataset"],
             "run_dir": None,  # a repetition takes a folder of its own
             "resume": began_from,
-            "changed_code": "refuse",  # each change is accepted once
             "batch_size": None,  # per rank: another number of ranks would change the global batch
             "global_batch_size": run.plan.global_batch_size,
         }

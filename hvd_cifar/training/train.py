@@ -26,13 +26,12 @@ from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import run_dir, user_code
+from hvd_cifar.training import net_checks, record, run_dir, user_code
 from hvd_cifar.training.callbacks import Callback, Run
 from hvd_cifar.training.checkpoint import Checkpoints, restore
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
-from hvd_cifar.training.record import Record, compared, describe, why_failed
 from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.step import Averaging, make_train_step
@@ -75,25 +74,24 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
 
     # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
     run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch)))
-    record = Record(run, given)  # before callbacks are loaded, which do not change what a run computes
+    net_checks.refuse_unlike(run)
     _add_callbacks(run, averages, given)
 
     # Proof that the ranks' shares add up to the gradient of the global batch's mean loss.
     proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
-    run.run_dir, newest = collectives.on_root(
-        lambda: run_dir.claim(run.settings, compared(run.settings, record.must_match))
-    )
+    facts = record.must_match(run, given)
+    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(run.settings, record.compared(run.settings, facts)))
     root_folder = run.run_dir if world.is_root else None
     if root_folder:
         run.checkpoints = Checkpoints(root_folder / "checkpoints", run.state)
     run.reporter = Reporter(root_folder, run.dataset, run.total_steps, run.settings.quiet)
     source = _restore(run, newest)
-    record.write(run)
+    record.write(run, given, facts)
 
     # Lines about the run, and what the watchdog asks of it.
-    run.introduce(describe(run))
+    run.introduce(record.describe(run))
     run.say(f"start-up proof: {proof}")
     run.say(f"run directory {run.run_dir}")
     if source:
@@ -233,7 +231,7 @@ class Trainer:
                 ending = {"how": "stopped"}
                 raise
             except BaseException as failure:
-                ending = {"how": "failed", "why": why_failed(failure)}
+                ending = {"how": "failed", "why": record.why_failed(failure)}
                 raise
             finally:
                 run.reporter.mark("end", step=run.step, **ending)

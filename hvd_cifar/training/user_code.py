@@ -1,8 +1,7 @@
 """A user's own model, data set and callbacks, by name: the same objects on every rank, and copies of their files.
 
 A run copies the files of net, data set and callbacks, and what these have imported from their own folder, to RUN/code,
-with digests in config.json. All processes of a job, and `evaluate`, `predict` and `export`, use the copies. A run that
-resumes compares.
+with digests in config.json. All processes of a job, and `evaluate`, `predict` and `export`, use the copies.
 """
 
 from __future__ import annotations
@@ -214,12 +213,12 @@ def modules_of(settings: TrainSettings, objects: Iterable[Any]) -> dict[str, str
     return found
 
 
-def keep(folder: Path, modules: dict[str, str], of_course: Iterable[str]) -> list[dict[str, Any]]:
+def keep(folder: Path, modules: dict[str, str]) -> list[dict[str, Any]]:
     """Copy the files of `modules_of` into a run directory, and describe them for config.json. On rank 0.
 
-    `of_course`: modules of net, recipe and data set, which may change the run's course. UserError where a copy fails.
+    UserError where a copy fails.
     """
-    described, course = [], set(of_course)
+    described = []
     for module, file in modules.items():
         try:
             text = _copies[module][1] if module in _copies else _texts.get(file) or _text_of(file)
@@ -230,8 +229,7 @@ def keep(folder: Path, modules: dict[str, str], of_course: Iterable[str]) -> lis
                 replace_text(copy, text)
         except (OSError, UnicodeError, SyntaxError) as failure:
             raise UserError(f"cannot copy {file} into {folder / FOLDER}: {reason_of(failure)}") from None
-        entry = {"module": module, "file": file, "copy": copy.name, "sha256": digest, "course": module in course}
-        described.append(entry)
+        described.append({"module": module, "file": file, "copy": copy.name, "sha256": digest})
     return described
 
 
@@ -271,7 +269,7 @@ def _edited(copies: Copies) -> list[str]:
 def to_continue(settings: TrainSettings) -> Copies:
     """The copies that the processes of this start use: none in a new run. On rank 0.
 
-    UserError where a file that may change the results of the run to resume is not the same.
+    The starts of a job use all copies. Another start uses a file that has been edited since, and a note names it.
     """
     origin = run_dir.origin(settings)
     if origin is None or not origin.exists():
@@ -279,16 +277,9 @@ def to_continue(settings: TrainSettings) -> Copies:
     then, copies = run_dir.recorded(origin)["run"], _copies_of(origin.parent)
     if (launch := environment.launch()) and then.get("job") == launch.began:
         return copies
-    entries = {entry["module"]: entry for entry in then.get("code", ())}
     for module in _edited(copies):
-        (file, _), entry = copies.pop(module), entries[module]
-        # A program also holds settings, such as the number of epochs: `record` compares what they come to.
-        if entry["course"] and file != _program() and settings.changed_code == "refuse":
-            raise UserError(
-                f"{file} is not the file that the run in {origin.parent} was started with (its copy: "
-                f"{FOLDER}/{entry['copy']}): bring that back, or give --changed-code accept, or another --run-dir"
-            )
-        complain(f"note: {file} has changed since the run in {origin.parent} was started with it")
+        file, _ = copies.pop(module)
+        complain(f"note: {file} has changed since the run in {origin.parent} was started with it, and is used as it is")
     return copies
 
 

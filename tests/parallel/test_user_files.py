@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -73,24 +72,13 @@ def job(tmp_path: Path) -> Job:
     return made
 
 
-def test_a_run_does_not_resume_with_other_code(job: Job) -> None:
-    for name in ("data.py", f"{job.helper}.py"):
-        job.write(name, (job.folder / name).read_text() + "edited = True\n")
-        refused = job.train(4)
-        (line,) = refused["errors"]
-        assert refused["code"] == 2 and f"{job.folder}/{name} is not the file" in line
-        assert "--changed-code accept" in line
-        accepted = job.train(4, "--changed-code", "accept")
-        assert accepted["code"] == 0 and f"note: {job.folder}/{name} has changed" in "\n".join(accepted["errors"])
-    assert job.train(6)["code"] == 0  # with the files that were accepted
-    assert json.loads((job.run / "config.json").read_text())["changed_code"] == "refuse"
-
-
-def test_an_edited_callback_is_told(job: Job) -> None:
+def test_edited_files_are_named_and_used(job: Job) -> None:
     job.write("cb.py", CALLBACK + "edited = True\n")
-    rank = job.train(4)
-    (note,) = rank["errors"]
-    assert rank["code"] == 0 and f"note: {job.folder}/cb.py has changed" in note
+    job.edit(f"{job.helper}.py", "relu", "no such activation")
+    broken = job.train(4)
+    for name in ("cb.py", f"{job.helper}.py"):
+        assert f"note: {job.folder}/{name} has changed" in "\n".join(broken["errors"])
+    assert broken["code"] == 2 and "no such activation" in broken["errors"][-1]
 
 
 def test_the_test_set_is_compared_also_where_no_file_has_changed(job: Job) -> None:

@@ -32,7 +32,7 @@ train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --vi
 train | --virtual-shards 4 --compression fp16 | --virtual-shards 4 --no-deterministic | --check-sync-every -1
 train | --on-nan ignore | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
 train | --checkpoint-every 0 | --grace-seconds 0
-train | --checkpoint-minutes -1 | --stall-seconds -1 | --eval-every -1 | --changed-code ask | --early-stopping 0
+train | --checkpoint-minutes -1 | --stall-seconds -1 | --eval-every -1 | --early-stopping 0
 train | --data-dir ~nobody-of-this-name/x | --resume '' | --run-dir ''
 train | --config /proc/no/file.json | --no-such-option 1 | --batch-size | --data-url ftp://host/x.tar.gz
 train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1 | --data-url https://me:secret@host/x.tgz

@@ -110,9 +110,9 @@ def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(run: Any) -> No
     remote = RemoteEvaluation()
     _ask(remote, run, 10)
     assert remote._is_awaited(run, math.inf)
-    remote.has_met = True
+    remote.began -= remote_evaluation.SECONDS_TO_COME
     assert not remote._is_awaited(run, math.inf)  # nobody evaluates
-    remote.has_met = False
+    remote.began = math.inf
     with mock.patch.object(remote_evaluation, "asked_for", side_effect=OSError(5, "Input/output error")):
         assert not remote._is_awaited(run, math.inf)
         remote.on_rollback(run)
