@@ -76,6 +76,17 @@ class Evaluation:
         """The reported values, by name."""
         return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The results on the test set, by their names in summary.json."""
+        return {
+            "test_accuracy": self.accuracy,
+            "test_loss": self.loss,
+            "test_views": self.views,
+            "test_accuracy_of_one_view": self.plain_accuracy,
+            "test_examples": self.examples,
+        }
+
     def write(self, path: Path) -> None:
         """Write it to a JSON file, without its confusion. OSError where that cannot be written."""
         replace_text(path, json.dumps(asdict(replace(self, confusion=None))) + "\n")

@@ -107,14 +107,8 @@ class Evaluator(Callback):
         self.final(run)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        run.evaluation = found = self.final(run)
-        summary |= {
-            "test_accuracy": found.accuracy,
-            "test_loss": found.loss,
-            "test_views": found.views,
-            "test_accuracy_of_one_view": found.plain_accuracy,
-            "test_examples": found.examples,
-        }
+        run.evaluation = self.final(run)
+        summary |= run.evaluation.summary
 
     def _is_due(self, run: Run) -> bool:
         return run.is_evaluated_here and run.evaluation_is_due and not run.progress.stop_requested

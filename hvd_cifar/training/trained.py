@@ -177,11 +177,7 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
             "checkpoint": str(path),
             "step": trained.step,
             "world_size": world.size,
-            "test_accuracy": found.accuracy,
-            "test_loss": found.loss,
-            "test_views": found.views,
-            "test_accuracy_of_one_view": found.plain_accuracy,
-            "test_examples": found.examples,
+            **found.summary,
         }
         if world.is_root:
             terminal.say(
