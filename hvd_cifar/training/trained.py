@@ -24,7 +24,6 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
-from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import session
 from hvd_cifar.training import checkpoint, user_code
 from hvd_cifar.training.evaluate import make_evaluator
@@ -106,8 +105,6 @@ def rebuild(
 
 def load(settings: RunSettings) -> Trained:
     """The net of a run in a single process. UserError where there is no such run, checkpoint or net."""
-    if (launched_size() or 1) > 1:
-        raise UserError("a launcher started this command several times; it runs in one process: call it once")
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     values, path = find(settings, needs_data=False)

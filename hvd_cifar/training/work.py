@@ -188,8 +188,6 @@ def _refuse_sizes(work: Work, net: Net) -> None:
     """UserError where the net cannot take images of all sizes."""
     height, width, channels = work.transforms.shape
     sizes = sorted({side for side in work.image_sizes if side != height})
-    if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
-        raise UserError("image_scales: this net takes images of one size; give --set image_scales=1")
     for side in sizes:
         try:
             net.model(keras.Input((side, scaled_width(side, height, width), channels)))

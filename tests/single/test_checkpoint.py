@@ -112,21 +112,6 @@ def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pyt
         find(newest)
 
 
-def test_a_run_that_goes_on_from_an_older_one_replaces_the_damaged(tmp_path: Path) -> None:
-    """Five damaged ones of later steps do not push out what is saved now."""
-    state = _state()
-    checkpoints = Checkpoints(tmp_path, state)
-    for step in (1, 11, 12, 13, 14):
-        state.step.assign(step)
-        checkpoints.save()
-    for step in (11, 12, 13, 14):
-        (tmp_path / f"step-{step}" / "state.npz").unlink()
-    for step in (6, 11):
-        state.step.assign(step)
-        assert find(checkpoints.save()) == tmp_path / f"step-{step}"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-11", "step-6"]
-
-
 # A save is killed before its values are on disk, before its folder has its name, and while the oldest is removed.
 @pytest.mark.parametrize(
     "place, name, call", [("checkpoint", "sync", 1), ("os", "replace", 1), ("shutil", "rmtree", 1)]

@@ -122,19 +122,3 @@ def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_th
     state.mark_averaged(7)
     state.average(7)
     assert len(averaged) == 4
-
-
-def test_a_number_is_of_its_value_s_type_and_a_part_is_found_by_its_name() -> None:
-    state = TrainState(keras.Sequential([keras.Input((2,))]))
-    whole, real = state.number("whole", 3), state.number("real", 0.5, "root", core=True)
-    assert (whole.dtype, int(whole.numpy()), real.dtype, float(real.numpy())) == ("int64", 3, "float64", 0.5)
-    assert state.part("whole") == [whole] and state.part("none") == ()
-    named = state.named()
-    assert named["added/whole/0"] is whole and named["state/real/0"] is real
-    compared = state.replicated(with_own=True)
-    assert any(whole is v for v in compared) and not any(real is v for v in compared)
-    assert (int(state.step.numpy()), float(state.seconds.numpy()), int(state.rollbacks.numpy())) == (0, 0.0, 0)
-    whole.assign(9)
-    real.assign(9)
-    state.reset_additions()
-    assert (int(whole.numpy()), float(real.numpy())) == (3, 9.0)
