@@ -79,8 +79,6 @@ class RecipeChanges(fields.Settings):
     """average the weights with look-ahead"""
     image_scales: fields.Scales | None = None
     """factors that images are shrunk by, such as 0.75,1, each for an equal part of the steps"""
-    augmentation: Literal["none"] | None = None
-    """none: train on images as in evaluation"""
     test_time_augmentation: bool | None = None
     """evaluate on several views of each test image at the end"""
 

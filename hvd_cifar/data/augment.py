@@ -63,11 +63,6 @@ def transforms(name: str, dataset: Dataset) -> Transforms:
     return named[name](dataset)
 
 
-def undistorted(transforms: Transforms) -> Transforms:
-    """The same, but with the test transform in training also."""
-    return transforms._replace(train=lambda images, _: transforms.test(images), crops=False)
-
-
 def fit(images: Any, shape: tuple[int, int, int], is_scaled: bool = False) -> Any:
     """Images uint8 [b, any height, any width, channels] -> whole numbers in float32, [b, *shape]; by `keras.ops`.
 

@@ -49,10 +49,8 @@ def is_deterministic(settings: TrainSettings) -> bool:
 
 def changed(recipe: Recipe, settings: TrainSettings) -> Recipe:
     """The recipe with the changes of --set. UserError where a number of a user's recipe is not possible."""
-    # `work.transforms_of` heeds "augmentation": it means the recipe's transforms without their random part.
-    own = {name: getattr(recipe, name) for name in RecipeChanges.model_fields.keys() - {"augmentation"}}
-    _checked(RecipeChanges, own, settings)
-    return replace(recipe, **settings.set.model_dump(exclude_none=True, exclude={"augmentation"}))
+    _checked(RecipeChanges, {name: getattr(recipe, name) for name in RecipeChanges.model_fields}, settings)
+    return replace(recipe, **settings.set.model_dump(exclude_none=True))
 
 
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:

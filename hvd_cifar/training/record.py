@@ -70,7 +70,6 @@ def must_match(run: Run, given: UserObjects) -> dict[str, Any]:
         "convolutions": _kernels(run),
         **{name: getattr(recipe, name) for name in RECIPE},
         "image_scales": list(recipe.image_scales),
-        "augmentation": settings.set.augmentation or "recipe",
     }
 
 

@@ -151,7 +151,7 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
     if not isinstance(transforms, Transforms):
         kind = type(transforms).__name__
         raise UserError(f"--model {settings.model}: augmentation of its recipe is a {kind}; give a name or Transforms")
-    return augment.undistorted(transforms) if settings.set.augmentation == "none" else transforms
+    return transforms
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:

@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **RESNET,
         "gradient_accumulation": 3,
         "clip_norm": 1.0,
-        "set": {"augmentation": "none", "ema_decay": 0.99},
+        "set": {"ema_decay": 0.99},
     },
     HALF: {**RESNET, "max_steps": FIRST_HALF},
     RESUMED: RESNET,

@@ -25,7 +25,7 @@ train | --batch-size 8 --global-batch-size 16 | --epochs 0 | --epochs 1e308 | --
 train | --clip-norm 1e-300 | --set warmup_epochs=5 --epochs 1 | --max-steps 99999999999999999999999 | --max-steps 0
 train | --threads-per-rank 1000000 | --learning-rate 1e300 | --learning-rate 0 | --learning-rate nan | --config ''
 train | --set ema_decay=1 | --set lookahead=5 | --set image_scales=0.5,0 | --set momentum=0.9 | --set weight_decay
-train | --set augmentation=mixup | --set learning_rate_factor=0 | --callbacks mine | --callbacks a.py:A, | --seed -1
+train | --set augmentation=none | --set learning_rate_factor=0 | --callbacks mine | --callbacks a.py:A, | --seed -1
 train | --seed 9223372036854775808 | --precision int8 | --gradient-accumulation 0 | --overlap some
 train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64KiB --overlap off | --virtual-shards 0
 train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --virtual-shards 4 --sync-batch-norm

@@ -189,10 +189,6 @@ def test_training_cuts_parts_and_none_of_them_depends_on_the_ranks(folder: Path)
     plain = transforms.test(dataset.train.images[:])
     for other in (later, plain):
         assert sum(np.array_equal(one[n], other[n]) for n in one) <= 2  # of one colour
-    steady = augment.undistorted(transforms)
-    sampler = Sampler(len(dataset.train), 24, 5, 0, 1)
-    (batch, *_) = training_batches(dataset.train, steady, sampler, first_step=0, last_step=1)
-    assert np.array_equal(batch.image.numpy(), plain[batch.example.numpy()])
 
 
 def test_a_crop_shows_its_part_of_the_picture(folder: Path) -> None:
