@@ -12,10 +12,7 @@ import hvd_cifar
 
 def command() -> str:
     """The command line of this rank, quoted for a shell."""
-    module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a program's file, "__main__" for a folder
-    name = module.name if module else "__main__"
-    program = sys.argv[:1] if name == "__main__" else ["-m", name.removesuffix(".__main__")]
-    return shlex.join(["python", *program, *sys.argv[1:]])
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def git_commit(package: Path = Path(hvd_cifar.__file__).parent) -> str | None:

@@ -100,30 +100,6 @@ def test_grey_images_have_one_channel_unless_one_is_coloured(birds: Path) -> Non
     assert (coloured.test.images[np.array([5])][0] == _pixels(7)).all()
 
 
-def test_one_other_size_is_named(birds: Path) -> None:
-    _save(birds / "test" / "bee" / "1.png", _pixels(0, 6, 7, 3))
-    message = r"have 2 sizes \(\S+test/bee/1.png is 7x6, and the first image 5x6\): give --image-size 32, .*0 MB"
-    with pytest.raises(UserError, match=message) as caught:
-        _read(birds)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("damage", ["cut", "no image", "empty", "nowhere"])
-def test_a_damaged_image_is_named(birds: Path, damage: str) -> None:
-    path = birds / "train" / "cat" / "2.png"
-    if damage == "nowhere":
-        path.unlink()
-        path.symlink_to("nowhere.png")
-    else:
-        path.write_bytes({"cut": path.read_bytes()[:60], "no image": b"text", "empty": b""}[damage])
-    wanted = r"cannot use \S+train/cat/2.png \(.*\): restore or remove .* --max-unreadable 1"
-    with pytest.raises(UserError, match=wanted) as caught:
-        _read(birds)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="cannot read the image .*train/cat/2.png"):
-        read_image(path, 3)
-
-
 def test_links_to_folders_are_followed_but_not_in_circles(birds: Path) -> None:
     usual = _read(birds)
     for path, target in (("train/ant", "real ant"), ("train/bee", "real bee")):

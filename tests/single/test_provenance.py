@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from hvd_cifar.reporting import provenance
 
@@ -33,14 +29,3 @@ def test_a_commit_is_named_and_a_change_since_is_marked(tmp_path: Path) -> None:
     assert provenance.git_commit(package) == commit
     (package / "__init__.py").write_text("changed = True")
     assert provenance.git_commit(package) == f"{commit}-dirty"
-
-
-def test_the_command_is_one_that_a_shell_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spec, words, expected in (
-        ("hvd_cifar.__main__", ["/x/__main__.py", "train", "a b"], "python -m hvd_cifar train 'a b'"),
-        ("", ["my train.py", "--rate", "0.1"], "python 'my train.py' --rate 0.1"),  # a program's file
-    ):
-        module = importlib.machinery.ModuleSpec(spec, None) if spec else None
-        monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setattr(sys.modules["__main__"], "__spec__", module)
-        assert provenance.command() == expected
