@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,7 +48,7 @@ def change() -> None:
     loss_scale = keras.optimizers.LossScaleOptimizer
     # Where Keras defines it: saving asks whether a model has one of its own.
     home = next(kind for kind in keras.Model.__mro__ if "make_train_function" in vars(kind))
-    own_check, own_reduce, own_make = loss_scale.check_finite, loss_scale.__reduce__, home.make_train_function
+    own_check, own_make = loss_scale.check_finite, home.make_train_function
 
     def check_finite(self: Any, grads: Any) -> Any:
         """As Keras's, on all ranks: one that skipped the inner `apply` alone would let the others wait for ever."""
@@ -65,4 +66,16 @@ def change() -> None:
 
     keras.Model._traced_with_reduction = None
     loss_scale.check_finite, home.make_train_function = check_finite, make_train_function
-    loss_scale.__reduce__ = lambda self: self.inner_optimizer.__reduce__() if reduces(self) else own_reduce(self)
+    _refuse_copies(loss_scale, lambda optimizer: optimizer)
+    _refuse_copies(keras.Model, lambda model: getattr(model, "optimizer", None))
+
+
+def _refuse_copies(kind: Any, optimizer_of: Callable[[Any], Any]) -> None:
+    """Make pickling and copying an error where a copy would have a plain optimizer, which averages nothing."""
+    own = kind.__reduce__
+
+    def __reduce__(self: Any) -> Any:
+        optimizer = optimizer_of(self)
+        return inner_of(optimizer).__reduce__() if reduces(optimizer) else own(self)
+
+    kind.__reduce__ = __reduce__

@@ -42,7 +42,10 @@ class Distributed(_Optimizer):
 
     def __reduce__(self) -> Any:
         # By Keras's own a copy would be a plain optimizer: each rank would train alone, without an error.
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled: copy the plain optimizer, and wrap both")
+        raise TypeError(
+            "a DistributedOptimizer, or a model with one, cannot be copied or pickled: copy the plain optimizer, or "
+            "clone the model, and wrap both"
+        )
 
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):

@@ -124,7 +124,9 @@ def _fit(folder: str) -> dict[str, Any]:
     ]
     net = nets.net(seed=rank)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
-    net.compile(loss="mse", optimizer=optimizer, metrics=["mae"], experimental_run_tf_function=False)
+    # Keras 3 cannot load them by their names, "mse" and "mae", from a file of its older format.
+    loss, mae = keras.losses.MeanSquaredError(), keras.metrics.MeanAbsoluteError(name="mae")
+    net.compile(loss=loss, optimizer=optimizer, metrics=[mae], experimental_run_tf_function=False)
     history = net.fit(x_own, y_own, batch_size=BATCH // n, callbacks=callbacks, **fit).history
     found: dict[str, Any] = {"weights": nets.flat(net), "logs": {k: np.ravel(v).tolist() for k, v in history.items()}}
 
@@ -150,14 +152,14 @@ def _fit(folder: str) -> dict[str, Any]:
     found |= {"alone": nets.flat(alone), "alone logs": alone_logs, "last rate": float(optimizer.lr.numpy())}
 
     # What rank 0 saved goes on, with its velocities, in a model that every rank loads.
-    path = f"{folder}/{n}.keras"
-    if rank == 0:
+    paths = [f"{folder}/{n}.keras", f"{folder}/{n}.h5"]
+    for path in paths if rank == 0 else ():
         net.save(path)
     hvd.broadcast_object(0)
-    loaded = hvd_keras.load_model(path, compression=hvd.Compression.none)
-    loaded.fit(x_own, y_own, batch_size=BATCH // n, **fit)
-    net.fit(x_own, y_own, batch_size=BATCH // n, **fit)
-    found["loaded"], found["went on"] = nets.flat(loaded), nets.flat(net)
+    models = [*(hvd_keras.load_model(path, compression=hvd.Compression.none) for path in paths), net]
+    for model in models:
+        model.fit(x_own, y_own, batch_size=BATCH // n, **fit)
+    *found["loaded"], found["went on"] = map(nets.flat, models)
 
     # A model that has trained alone, and then reduces: its step is traced again.
     net, alone = nets.net(), nets.net()

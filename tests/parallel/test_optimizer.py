@@ -179,6 +179,8 @@ def _rows_and_errors() -> dict[str, Any]:
         by_turns.apply([gradient, None], pair)
     found["next passes"] = [float(v.numpy()[0]) for v in pair]
     by_turns.apply([gradient, gradient], pair)
+    net = nets.net()
+    net.compile(outer, loss="mse")
     errors = {
         "another pass": lambda: by_turns.apply([None, gradient], pair),
         "twice": lambda: DistributedOptimizer(summing),
@@ -192,6 +194,8 @@ def _rows_and_errors() -> dict[str, Any]:
         "copy of a loss scale": lambda: copy.copy(outer),
         "deep copy": lambda: copy.deepcopy(summing),
         "pickle": lambda: pickle.dumps(summing),
+        "copy of a model": lambda: copy.deepcopy(net),
+        "pickled model": lambda: pickle.dumps(net),
     }
     for name, call in errors.items():
         try:
@@ -201,6 +205,7 @@ def _rows_and_errors() -> dict[str, Any]:
     return found
 
 
+COPIES = ("copy", "copy of a loss scale", "deep copy", "pickle", "copy of a model", "pickled model")
 ERRORS = {
     "another pass": "only some have one of variable",
     "twice": "already distributed",
@@ -210,7 +215,7 @@ ERRORS = {
     "compression": "compression is 'bf16': it must be one of none, fp16",
     "other variables": "Unknown variable",
     "process set": "is not registered",
-    **dict.fromkeys(("copy", "copy of a loss scale", "deep copy", "pickle"), "cannot be copied or pickled"),
+    **dict.fromkeys(COPIES, "cannot be copied or pickled"),
 }
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import h5py  # type: ignore[import-untyped]
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
 
 from ..batch_norm import Synchronized
 from ..keras_classes import inner_of
@@ -146,8 +148,21 @@ def load_model(wrap: Callable[[Any], Any], filepath: Any, custom_optimizers: Any
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is not None:
+        if str(filepath).endswith((".h5", ".hdf5")) and not inner_of(model.optimizer)._trainable_variables:
+            _load_slots(model.optimizer, model.trainable_variables, filepath)
         wrap(lambda: model.optimizer)()
     return model
+
+
+def _load_slots(optimizer: Any, variables: list[Any], filepath: Any) -> None:
+    """Load an optimizer's variables from a file of Keras's older format, of which Keras 3 drops the slots."""
+    optimizer.built = inner_of(optimizer).built = False
+    optimizer.build(variables)
+    with h5py.File(filepath) as file:
+        values = legacy_h5_format.load_optimizer_weights_from_hdf5_group(file) if "optimizer_weights" in file else []
+        if [value.shape for value in values] == [variable.shape for variable in optimizer.variables]:
+            for variable, value in zip(optimizer.variables, values, strict=True):
+                variable.assign(value[()])
 
 
 @keras.saving.register_keras_serializable("horovod")

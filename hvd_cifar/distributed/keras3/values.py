@@ -96,6 +96,8 @@ def _give_names_of_keras_2() -> None:
     for kind in (optimizer, loss_scale):
         kind.variables = _callable(kind.variables.fget)
     optimizer.lr = property(lambda self: self.learning_rate, lambda self, rate: setattr(self, "learning_rate", rate))
+    # Keras's own fails for its variables, whose types are names.
+    tf.keras.backend.set_value = lambda variable, value: variable.assign(value)
     loss_scale.register_local_var = lambda self, variable: self.inner_optimizer.register_local_var(variable)
     # Where Keras defines it: saving asks whether a model has one of its own.
     home = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
