@@ -210,14 +210,15 @@ def test_starts_count_that_make_no_step(
 
 
 def test_an_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where a host does not answer."""
+    """Also where a host does not answer, and where there is no ssh."""
     monkeypatch.setattr(elastic, "ANSWER_SECONDS", 0.3)
     before = set(psutil.Process().children())
-    run = Fake(0, hosts=(Host("nosuch.invalid", 1),))
-    run.way.words = lambda host, command: ["sh", "-c", "echo welcome; exec sleep 600"]
-    assert run.run() == 0 and run.used == {"nosuch.invalid"}
-    assert run._rest_silent({"nosuch.invalid"})
-    assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 10 s\n"
+    for words in (["sh", "-c", "echo welcome; exec sleep 600"], ["/proc/no ssh"]):
+        run = Fake(0, hosts=(Host("nosuch.invalid", 1),))
+        run.way.words = lambda host, command, words=words: words
+        assert run.run() == 0 and run.used == {"nosuch.invalid"}
+        assert run._rest_silent({"nosuch.invalid"})
+        assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 10 s\n"
     assert set(psutil.Process().children()) <= before
 
 
