@@ -231,8 +231,9 @@ class ElasticRun:
             withdrawn = [host.name for host in hosts if host.slots > there.get(host.name, 0)]
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
-            has_begun = self._newest_step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
-            if seen < 2 or not has_begun:  # twice, since new hosts rarely appear all at once
+            if seen < 2:  # since new hosts rarely appear all at once
+                continue
+            if self._newest_step() <= first_step and time.monotonic() - began < SECONDS_BEFORE_RESIZE:
                 continue
             if more and self._rest_silent({host.name for host in better} - {host.name for host in hosts}):
                 seen = 0
