@@ -114,7 +114,6 @@ def _fit(folder: str) -> dict[str, Any]:
     n, rank = hvd.size(), hvd.rank()
     x, y = nets.data()
     x_own, y_own = (v[:, rank::n].reshape(-1, v.shape[-1]) for v in (x, y))
-    x_all, y_all = (v.reshape(-1, v.shape[-1]) for v in (x, y))
     fit = {"epochs": 2, "shuffle": False, "verbose": 0}
     callbacks = [
         hvd_keras.callbacks.BroadcastGlobalVariablesCallback(n - 1),
@@ -160,19 +159,6 @@ def _fit(folder: str) -> dict[str, Any]:
     for model in models:
         model.fit(x_own, y_own, batch_size=BATCH // n, **fit)
     *found["loaded"], found["went on"] = map(nets.flat, models)
-
-    # A model that has trained alone, and then reduces: its step is traced again.
-    net, alone = nets.net(), nets.net()
-    sgd = keras.optimizers.SGD(0.05)
-    net.compile(sgd, loss="mse")
-    alone.compile(keras.optimizers.SGD(0.05), loss="mse")
-    for x_own, y_own in ((x_all[:4], y_all[:4]), (x_all[rank:BATCH:n], y_all[rank:BATCH:n])):
-        net.fit(x_own, y_own, batch_size=BATCH, shuffle=False, verbose=0)
-        if not hasattr(sgd, "on_all_ranks"):
-            hvd_keras.DistributedOptimizer(sgd)
-    for count in (4, BATCH):
-        alone.fit(x_all[:count], y_all[:count], batch_size=BATCH, shuffle=False, verbose=0)
-    found["wrapped late"] = [nets.flat(net), nets.flat(alone)]
     return found
 
 
@@ -185,5 +171,28 @@ def test_fit_with_all_callbacks_equals_one_process(tmp_path: Path) -> None:
         for name, values in rank["alone logs"].items():
             assert np.allclose(rank["logs"][name], values, rtol=1e-4), name
         assert rank["last rate"] == pytest.approx(0.05)
-        late, alone = rank["wrapped late"]
+
+
+def _wrapped_late() -> list[list[float]]:
+    """Weights of a model that has trained alone and then reduces, whose step is traced again, and of one process."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+
+    n, rank = hvd.size(), hvd.rank()
+    x, y = (v.reshape(-1, v.shape[-1]) for v in nets.data())
+    net, alone, sgd = nets.net(), nets.net(), keras.optimizers.SGD(0.05)
+    net.compile(sgd, loss="mse")
+    alone.compile(keras.optimizers.SGD(0.05), loss="mse")
+    for part in (slice(4), slice(rank, BATCH, n)):
+        net.fit(x[part], y[part], batch_size=BATCH, shuffle=False, verbose=0)
+        if not hasattr(sgd, "on_all_ranks"):
+            hvd_keras.DistributedOptimizer(sgd)
+    for count in (4, BATCH):
+        alone.fit(x[:count], y[:count], batch_size=BATCH, shuffle=False, verbose=0)
+    return [nets.flat(net), nets.flat(alone)]
+
+
+def test_a_step_that_was_traced_before_is_traced_again() -> None:
+    for late, alone in run_ranks(_wrapped_late, 2):
         assert np.allclose(late, alone, rtol=0, atol=2e-6)

@@ -25,7 +25,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
             "rows and errors": _rows_and_errors,
         },
         2: {
-            "several things": _several_things,
+            "kinds": _gradients_of_many_kinds,
+            "passes": _passes,
             "sums beside": _sums_beside_gradients,
             "overflow": partial(_fit, True),
         },
@@ -228,36 +229,34 @@ def test_rows_of_one_index_and_passes_add_up_and_misuse_is_an_error(jobs: Jobs) 
         assert told in found[name], name
 
 
-def _several_things() -> dict[str, Any]:
-    """Variables, first zero, after SGD with a rate of 1 on gradients of many kinds on two ranks, by case."""
-    hvd = nets.start()
+def _gradients_of_many_kinds() -> dict[str, list[Any]]:
+    """Variables, first zero, after SGD with a rate of 1 on two ranks, and what they must be, by case."""
+    rank = nets.start().rank()
     import keras
     import tensorflow as tf
 
     from hvd_cifar.distributed import DistributedOptimizer
 
-    rank, seen = hvd.rank(), dict[str, Any]()
-    one, least = tf.constant([rank + 1.0]), tf.constant([2.0**-24 / hvd.size()])  # of a share too small for fp16
+    one, least = tf.constant([rank + 1.0]), tf.constant([2.0**-24 / 2])  # of a share too small for fp16
     rows = tf.IndexedSlices(tf.ones([2, 2]) * (rank + 1.0), tf.constant([rank, rank + 1]), tf.constant([4, 2]))
     row = tf.IndexedSlices(least[:, None], tf.constant([0]), tf.constant([1, 1]))
-    shares = {"op": "sum", "compression": "fp16"}
-    cases: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "fp16": ([tf.constant([1 / 3])], {"compression": "fp16"}),
-        "least share": ([least], shares),
-        "least share, sparse": ([row], shares),
-        "least share, fixed order": ([least], {**shares, "fixed_order": True}),
-        "dense before sparse": ([one, rows], {}),  # row 1 comes from both ranks
-        "sparse as dense": ([rows], {"sparse_as_dense": True}),
-        "a gradient that no rank has": ([one, None], {}),
+    crossed, shares = tf.constant([[6.0, 0.0], [0.0, 8.0]][rank]), {"op": "sum", "compression": "fp16"}
+    cases: dict[str, tuple[list[Any], dict[str, Any], list[float]]] = {
+        "fp16": ([tf.constant([1 / 3])], {"compression": "fp16"}, [-float(np.float16(1 / 3))]),
+        "least share": ([least], shares, [-(2.0**-24)]),
+        "least share, sparse": ([row], shares, [-(2.0**-24)]),
+        "least share, fixed order": ([least], {**shares, "fixed_order": True}, [-(2.0**-24)]),
+        "dense before sparse": ([one, rows], {}, [-1.5, -0.5, -1.5, -1.0, 0.0]),  # row 1 comes from both ranks
+        "sparse as dense": ([rows], {"sparse_as_dense": True}, [-0.5, -1.5, -1.0, 0.0]),
+        "a gradient that no rank has": ([one, None], {}, [-1.5, 0.0]),
+        "clipped": ([crossed], {}, [-0.6, -0.8]),  # the average
     }
-    for case, (gradients, options) in cases.items():
+    found: dict[str, list[Any]] = {}
+    for case, (gradients, options, expected) in cases.items():
         variables = [keras.Variable(np.zeros((1,) if g is None else g.shape), dtype="float32") for g in gradients]
-        DistributedOptimizer(keras.optimizers.SGD(1.0), **options).apply(gradients, variables)
-        seen[case] = [float(value) for v in variables for value in v.numpy()[..., :1].ravel()]
-    variable = keras.Variable(np.zeros(2, "float32"))  # clipping by the global norm comes after averaging
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
-    optimizer.apply([tf.constant([6.0, 0.0] if rank == 0 else [0.0, 8.0])], [variable])
-    seen["clipped"] = variable.numpy().tolist()
+        plain = keras.optimizers.SGD(1.0, global_clipnorm=1.0 if case == "clipped" else None)
+        DistributedOptimizer(plain, **options).apply(gradients, variables)
+        found[case] = [[float(value) for v in variables for value in np.atleast_2d(v.numpy().T)[0]], expected]
 
     # Gradients of several types, by every way to reduce them.
     types = ("float32", "float64", "bfloat16", "float16", "float32")
@@ -265,35 +264,14 @@ def _several_things() -> dict[str, Any]:
         several = [keras.Variable(np.zeros(i + 1), dtype=dtype) for i, dtype in enumerate(types)]
         optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
         optimizer.build(several)
-
         gradients = [tf.fill(v.shape, tf.constant((rank + 1.0) * (i + 1), v.dtype)) for i, v in enumerate(several)]
         update = _graph(optimizer.apply, gradients, several)
         for _ in range(options.get("backward_passes_per_step", 1)):
             update()
-        seen[f"types, {way}"] = [v.numpy().astype("float64").tolist() for v in several]
-
-    # Two passes to an update; `iterations` counts updates.
-    for average in (False, True):
-        variable = keras.Variable([0.0])
-        plain = keras.optimizers.SGD(1.0)
-        if average:  # wrapped after it is built
-            plain.build([variable])
-        optimizer = DistributedOptimizer(plain, backward_passes_per_step=2, average_aggregated_gradients=average)
-        optimizer.build([variable])
-        step, path = tf.function(optimizer.apply), []
-        for k in range(5):
-            step([tf.constant([(rank + 1.0) * (k + 1)])])
-            path.append(float(variable.numpy()[0]))
-        seen[f"passes averaged={average}"] = [*path, int(optimizer.iterations.numpy())]
-    # Many passes in half precision, each less than a bit of their sum.
-    half = keras.Variable([0.0], dtype="bfloat16")
-    many = DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=1000)
-    many.build([half])
-    small = tf.function(lambda: many.apply([tf.constant([2.0**-9], tf.bfloat16)], [half]))
-    for _ in range(1000):
-        small()
-    seen["many passes"] = float(half.numpy()[0])
-    return seen
+        factor = {"average": 1.5, "fp16": 1.5, "passes": 6.0}.get(way, 3.0)
+        values = [v.numpy().astype("float64").tolist() for v in several]
+        found[f"types, {way}"] = [values, [[-factor * (i + 1)] * (i + 1) for i in range(5)]]
+    return found
 
 
 WAYS_OF_TYPES: dict[str, dict[str, Any]] = {
@@ -305,21 +283,49 @@ WAYS_OF_TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_two_ranks_in_all_variants(jobs: Jobs) -> None:
-    first, second = jobs(2)["several things"]
+def test_gradients_of_many_kinds(jobs: Jobs) -> None:
+    for rank in jobs(2)["kinds"]:
+        for case, (found, expected) in rank.items():
+            assert found == pytest.approx(expected, rel=1e-6) if case == "clipped" else found == expected, case
+
+
+def _passes() -> dict[str, Any]:
+    """Variables after updates of two passes each, with the number of updates; and after many passes."""
+    rank = nets.start().rank()
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import DistributedOptimizer
+
+    seen: dict[str, Any] = {}
+    for average in (False, True):
+        variable = keras.Variable([0.0])
+        plain = keras.optimizers.SGD(1.0)
+        if average:  # wrapped after it is built
+            plain.build([variable])
+        optimizer = DistributedOptimizer(plain, backward_passes_per_step=2, average_aggregated_gradients=average)
+        optimizer.build([variable])
+        step, path = tf.function(optimizer.apply), []
+        for k in range(5):
+            step([tf.constant([(rank + 1.0) * (k + 1)])])
+            path.append(float(variable.numpy()[0]))
+        seen[f"averaged={average}"] = [*path, int(optimizer.iterations.numpy())]
+    # In half precision, each less than a bit of their sum.
+    half = keras.Variable([0.0], dtype="bfloat16")
+    many = DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=1000)
+    many.build([half])
+    small = tf.function(lambda: many.apply([tf.constant([2.0**-9], tf.bfloat16)], [half]))
+    for _ in range(1000):
+        small()
+    return {**seen, "many": float(half.numpy()[0])}
+
+
+def test_passes_add_up_and_iterations_count_updates(jobs: Jobs) -> None:
+    first, second = jobs(2)["passes"]
     assert first == second
-    assert first["fp16"] == [-float(np.float16(1 / 3))]
-    for way in ("least share", "least share, sparse", "least share, fixed order"):
-        assert first[way] == [-(2.0**-24)], way
-    assert first["dense before sparse"] == [-1.5, -0.5, -1.5, -1.0, 0.0]
-    assert first["sparse as dense"] == [-0.5, -1.5, -1.0, 0.0]
-    assert first["a gradient that no rank has"] == [-1.5, 0.0]
-    assert first["clipped"] == pytest.approx([-0.6, -0.8])
-    for way, factor in {"plain": 3.0, "average": 1.5, "fp16": 1.5, "fixed order": 3.0, "passes": 6.0}.items():
-        assert first[f"types, {way}"] == [[-factor * (i + 1)] * (i + 1) for i in range(5)], way
-    assert first["passes averaged=False"] == [0.0, -4.5, -4.5, -15.0, -15.0, 2]
-    assert first["passes averaged=True"] == [0.0, -2.25, -2.25, -7.5, -7.5, 2]
-    assert first["many passes"] == pytest.approx(-1000 / 512, rel=0.01)
+    assert first["averaged=False"] == [0.0, -4.5, -4.5, -15.0, -15.0, 2]
+    assert first["averaged=True"] == [0.0, -2.25, -2.25, -7.5, -7.5, 2]
+    assert first["many"] == pytest.approx(-1000 / 512, rel=0.01)
 
 
 def _sums_beside_gradients() -> dict[str, Any]:
