@@ -39,6 +39,7 @@ def test_three_starts_in_a_row_without_a_step_are_the_last(steps: list[int | Non
     assert (seen.why_no_other_start(b"") == "3 starts in a row ended after the same step") == ends
 
 
+@pytest.mark.slow  # `test_hangs` and `test_horovod_examples` have restarts that go on
 def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:
     """The rank kills itself at step 5 of each life, before any checkpoint."""
     program = tmp_path / "deadly.py"

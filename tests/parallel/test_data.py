@@ -153,35 +153,3 @@ def test_a_function_that_is_wrong_on_a_rank_is_told_on_all(cases: Cases, what: s
 def test_a_function_s_data_set_has_its_name(cases: Cases) -> None:
     one, other = (of_rank["right"] for of_rank in cases[0])
     assert one["about"] == other["about"] and one["about"][0] == "mine.py:load"
-
-
-def _resumed_on_other_data(folder: str) -> dict[str, str]:
-    """What a resumed run says: with its own data, and with data that differ in one place, by what differs."""
-    import keras
-
-    import hvd_cifar
-    from hvd_cifar.errors import UserError
-
-    def net(image_shape: tuple[int, int, int], classes: int) -> Any:
-        return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
-
-    told = {}
-    for step, changed in enumerate(["nothing", "pixel", "label", "nothing, again"], start=1):
-        images, labels = np.arange(20 * 8 * 8 * 3).astype(np.uint8).reshape(20, 8, 8, 3), np.arange(20) % 3
-        images[7, 1, 2, 0] ^= changed == "pixel"
-        labels[7] = (labels[7] + (changed == "label")) % 3
-        data = hvd_cifar.Dataset.from_arrays(images, labels, images[10:], [0, 1] * 5)
-        try:
-            course: dict[str, Any] = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
-            told[changed] = f"step {hvd_cifar.train(net, data, max_steps=step, **course)['steps']}"
-        except UserError as error:
-            told[changed] = str(error)
-    return told
-
-
-def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
-    """And a run that was refused leaves its folder to the next one in the same process."""
-    (told,) = run_ranks(_resumed_on_other_data, 1, str(tmp_path / "run"), launched=False)
-    for changed in ("pixel", "label"):
-        assert "has other settings (examples sha256 was " in told[changed], told[changed]
-    assert told["nothing"] == "step 1" and told["nothing, again"] == "step 4"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.options import RESNET8
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -64,27 +63,3 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
 
     recorded = json.loads((tmp_path / "plain" / "config.json").read_text())["run"]["convolutions"]
     assert "compiled" in recorded and "TensorFlow's" in recorded
-
-
-def _fixed_order_with_unlike_graphs(folder: str) -> bool:
-    """On any processor rank 0 convolves as with AMX, and the others as TensorFlow does."""
-    import numpy as np
-
-    import hvd_cifar
-    from hvd_cifar.kernels import side_by_side
-    from hvd_cifar.models.convolution import QuickConv2D
-    from hvd_cifar.runtime.environment import launched_rank
-
-    kernel = None if launched_rank() else side_by_side.convolve
-    chosen: Any = QuickConv2D
-    chosen._kernel_for = lambda self, images: kernel if self.strides == (1, 1) else None
-    images = np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8)
-    data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
-    course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "deterministic": True, "max_steps": 2}
-    course |= {"overlap": "on", "bucket_bytes": 2**18}
-    found = hvd_cifar.train(RESNET8, data, run_dir=folder, eval_every=0, **course)
-    return bool(found["replicas_identical"])
-
-
-def test_hosts_with_other_graphs_add_in_one_order(tmp_path: Path) -> None:
-    assert run_ranks(_fixed_order_with_unlike_graphs, 2, str(tmp_path), fresh=True) == [True, True]
