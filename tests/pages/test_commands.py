@@ -2,7 +2,7 @@
 
 A command that starts ranks here goes through the launcher with --dry-run, which checks its settings and makes the
 command of the ranks. One for other hosts is parsed, and its settings are checked. A benchmark's options are parsed by
-the benchmark. tests/cluster/test_bare_hosts.py runs docs/cluster.md, tests/parallel/test_examples.py the examples.
+the benchmark. tests/parallel/test_examples.py runs the examples.
 """
 
 from __future__ import annotations
