@@ -68,8 +68,6 @@ def trained(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         done = _run([*launchers[name], *_train(embedded, run_dir), *SHORT], cwd=run_dir.parent)
         assert done.returncode == 0, done.stdout + done.stderr
         summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-        local_ranks = json.loads((run_dir / "config.json").read_text())["run"]["local_ranks"]
-        assert local_ranks == list(range(summary["world_size"]))
         return summary
 
     return train
