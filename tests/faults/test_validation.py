@@ -67,7 +67,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embe
     if not missing:
         assert summary["best_evaluation"] == other["best_evaluation"]
     assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best_evaluation']['step']}"]
-    assert not list((job.run_dir / "validation").iterdir()) and "validation ranks have ended" not in job.said()
+    assert not list((job.run_dir / "validation").glob("*.json")) and "validation ranks have ended" not in job.said()
     intervals = sessions.intervals(sessions.read((job.run_dir / sessions.SESSIONS).read_text()))
     # No second counts twice, also not while a checkpoint is written for the best weights.
     assert all(end <= begin + 1e-3 for (_, _, end), (_, begin, _) in itertools.pairwise(intervals)), intervals
@@ -91,6 +91,23 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
     assert job.said().count("was ended by signal 9 (Killed)") == 1 and not job.left()
     missing = runs.summary(job.run_dir)["evaluations_missing"]
     assert set(missing) | set(_evaluations(job.run_dir)) == set(range(15, 301, 15)) and 285 in missing
+
+
+@pytest.mark.slow
+def test_a_validation_rank_that_hangs_is_told_and_training_ends_without_it(embedded: Path, tmp_path: Path) -> None:
+    """It is stopped after its first result, and still is when training has ended."""
+    told, options = tmp_path / "told", [*EVALUATED, "--max-steps", 300, "--stall-seconds", 2]
+    job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", *options, pace=slow_until(told))
+    try:
+        job.wait_until(partial(job.has_said, "it came at step"))
+        (validator,) = _validators(job)
+        validator.suspend()
+        job.wait_until(partial(job.has_said, "the validation ranks hang: no progress for 20 s"), 90)
+        told.touch()
+        assert job.wait(60) == 0 and not job.left(), job.said()
+    finally:
+        job.end()
+    assert 285 in runs.summary(job.run_dir)["evaluations_missing"]
 
 
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
