@@ -1,4 +1,4 @@
-"""A net of ranks 0 and 1, and one of all ranks: `./run.sh -np 2 python examples/horovod/process_set.py`."""
+"""A net of all ranks, and one of a process set, rank 0: `./run.sh -np 2 python examples/horovod/process_set.py`."""
 
 import horovod.tensorflow as hvd
 import keras

@@ -26,6 +26,7 @@ optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
 optimizer.apply_gradients([(tf.constant([1.0 + hvd.rank()]), weight)])
 print("weight", float(weight.numpy()[0]), "hvd_cifar" in sys.modules, flush=True)
 """
+ALONE = "import horovod.tensorflow as hvd; hvd.init(); print('ranks', hvd.size())"
 KERNELS = "from hvd_cifar.kernels import compiled; print(compiled.about(), compiled.operations())"
 TRAIN = ("train", "--dataset", "synthetic", "--model", "tutorial", "--max-steps", "2", "--eval-every", "0")
 
@@ -114,6 +115,7 @@ def test_pip_installs_doctor_convolutions_and_horovod_alone(installed: Path, tmp
     assert (installed / "lib" / "hvd_cifar" / "libconvolutions.so").exists() == (os.uname().machine == "x86_64")
     assert "compiled" in run("python", "-I", "-c", KERNELS).stdout or os.uname().machine != "x86_64"
     assert run("python", "-I", "-m", "pip", "uninstall", "-q", "-y", "hvd_cifar").returncode == 0
+    assert run("python", "-I", "-c", ALONE).stdout == "ranks 1\n"  # without mpirun, which tells MPI where its files are
     done = run("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python", "../program.py")
     assert (done.returncode, done.stdout.count("sum 3.0")) == (0, 2), done.stderr
     assert done.stdout.count("weight -1.5 False") == 2  # averaged, by the copy in the wheel

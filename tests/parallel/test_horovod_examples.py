@@ -12,6 +12,7 @@ from tests.ranks import CHECKOUT, environment
 
 FOLDER = CHECKOUT / "examples" / "horovod"
 PROGRAMS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("same_weights.py", "elastic_fit.py"))
+GLOO = pytest.param(["horovodrun", "--gloo"], marks=pytest.mark.slow)
 SAYS = {
     "accumulation.py": "64 batches, an update every 4",
     "embedding.py": "loss ",
@@ -28,10 +29,11 @@ for name in ["process_set.py", *sys.argv[2:]]:  # that one names its sets when H
 """
 
 
-def test_each_program_ends_with_the_same_weights_on_two_ranks() -> None:
+@pytest.mark.parametrize("launcher", [["mpirun", "-q", "--bind-to", "none"], GLOO])
+def test_each_program_ends_with_the_same_weights_on_two_ranks(launcher: list[str]) -> None:
     """One start for all."""
     others = [name for name in PROGRAMS if name != "process_set.py"]
-    words = ["mpirun", "-q", "-np", "2", "--bind-to", "none", sys.executable, "-c", ONE_AFTER_THE_OTHER, str(FOLDER)]
+    words = [*launcher, "-np", "2", sys.executable, "-c", ONE_AFTER_THE_OTHER, str(FOLDER)]
     done = subprocess.run([*words, *others], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, same weights on all ranks: True") == len(PROGRAMS) == 7, done.stdout

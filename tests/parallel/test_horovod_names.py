@@ -14,7 +14,7 @@ from tests import horovod_nets as nets
 from tests.horovod_nets import BATCH, STEPS
 from tests.ranks import run_ranks
 
-SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]  # cases on one rank; two ranks have all
+SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]  # cases on one and three ranks; two have all
 
 
 def _cases(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], dict[str, Any]]]:
@@ -97,7 +97,7 @@ def _loss(net: Any, x: Any, y: Any) -> Callable[[], Any]:
     return lambda: tf.reduce_mean((net(x) - y) ** 2)
 
 
-@pytest.mark.parametrize(("n", "some"), [(1, SOME), (2, None)])
+@pytest.mark.parametrize(("n", "some"), [(1, SOME), (2, None), pytest.param(3, SOME, marks=pytest.mark.slow)])
 def test_a_loop_of_ones_own_equals_one_process(n: int, some: list[str] | None) -> None:
     for rank in run_ranks(_loops, n, some):
         for case, (weights, alone) in rank.items():
@@ -120,7 +120,9 @@ def _fit(folder: str) -> dict[str, Any]:
         hvd_keras.callbacks.MetricAverageCallback(),
         hvd_keras.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1, verbose=0),
         hvd_keras.callbacks.LearningRateScheduleCallback(0.05, multiplier=0.1, start_epoch=1),
+        best := hvd_keras.callbacks.BestModelCheckpoint(monitor="mae"),
     ]
+    best.filepath = f"{folder}/best-{rank}.keras"
     net = nets.net(seed=rank)
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
     # Keras 3 cannot load them by their names, "mse" and "mae", from a file of its older format.
@@ -128,6 +130,7 @@ def _fit(folder: str) -> dict[str, Any]:
     net.compile(loss=loss, optimizer=optimizer, metrics=[mae], experimental_run_tf_function=False)
     history = net.fit(x_own, y_own, batch_size=BATCH // n, callbacks=callbacks, **fit).history
     found: dict[str, Any] = {"weights": nets.flat(net), "logs": {k: np.ravel(v).tolist() for k, v in history.items()}}
+    found["best"] = [min(history["mae"]), best.best, nets.flat(hvd_keras.load_model(best.filepath))]
 
     # The same by one process: the rates and the corrections of the momentum by hand.
     alone = nets.net(seed=n - 1)
@@ -168,6 +171,8 @@ def test_fit_with_all_callbacks_equals_one_process(tmp_path: Path) -> None:
         assert rank["weights"] == ranks[0]["weights"] and rank["logs"] == ranks[0]["logs"]
         assert np.allclose(rank["weights"], rank["alone"], rtol=0, atol=2e-5)
         assert np.allclose(rank["loaded"], rank["went on"], rtol=0, atol=2e-6)
+        least, best, saved = rank["best"]
+        assert least == best and saved == ranks[0]["best"][2]
         for name, values in rank["alone logs"].items():
             assert np.allclose(rank["logs"][name], values, rtol=1e-4), name
         assert rank["last rate"] == pytest.approx(0.05)

@@ -50,4 +50,4 @@ def test_horovods_own_tests_pass(keras: str, name: str, tmp_path: Path) -> None:
     env = environment() | ({"TF_USE_LEGACY_KERAS": "1"} if keras == "tf_keras" else {})
     done = subprocess.run([*launcher, *words, *left_out], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert done.stdout.count(" passed") == 2
+    assert len(re.findall("(?: passed| deselected).* in ", done.stdout)) == 2  # of one file all tests are left out
