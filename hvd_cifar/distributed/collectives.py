@@ -183,20 +183,6 @@ def barrier(process_set: Any = ALL_RANKS) -> None:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
 
 
-def average_variables(variables: Sequence[keras.Variable]) -> None:
-    """Replace variables by their mean over the ranks."""
-    if hvd.size() == 1 or not variables:
-        return
-    note(f"all-reduce of {len(variables)} variables")
-    values = [tf.convert_to_tensor(v.value) for v in variables]
-    values = [tf.cast(v, tf.float32) if v.dtype == tf.bfloat16 else v for v in values]  # which Horovod does not add
-    for dtype in dict.fromkeys(v.dtype for v in values):  # a group has one type
-        alike = [i for i, v in enumerate(values) if v.dtype == dtype]
-        means = hvd.grouped_allreduce([values[i] for i in alike], op=hvd.Average)
-        for i, mean in zip(alike, means, strict=True):
-            variables[i].assign(tf.cast(mean, variables[i].dtype))
-
-
 def digest(variables: Iterable[keras.Variable]) -> str:
     """SHA-256 of names, types, shapes and bits of variables, in the order given. Local."""
     state = hashlib.sha256()

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from . import buckets
 from .collectives import in_graph
+from .errors import note
 
 T = TypeVar("T")
 
@@ -71,6 +72,14 @@ class Reduction:
             dtype = gradients[i].dtype
             reduced[i] = tf.cast(total, dtype) if by_horovod else unpack(total, dtype, self, ranks)
         return reduced
+
+
+def average_variables(variables: Sequence[Any]) -> None:
+    """Replace Keras's variables by their mean over the ranks. A collective."""
+    note(f"all-reduce of {len(variables)} variables")
+    means = Reduction().reduce([tf.convert_to_tensor(v.value) for v in variables])
+    for variable, mean in zip(variables, means, strict=True):
+        variable.assign(mean)
 
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from hvd_cifar.data import sampler
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
+from hvd_cifar.distributed.reduction import average_variables
 
 Kind = Literal["shared", "own", "root"]
 
@@ -118,7 +119,7 @@ class TrainState:
     def average(self, step: int) -> None:
         """Average `own` over the ranks, at most once a step, since each average rounds. A collective."""
         if self._averaged_step != step:
-            collectives.average_variables(self.own)
+            average_variables(self.own)
             self._averaged_step = step
 
     @contextlib.contextmanager

@@ -334,6 +334,7 @@ def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce(jobs: Jobs) 
 def _sums_and_errors() -> dict[str, Any]:
     from hvd_cifar.distributed import collectives
     from hvd_cifar.distributed.errors import TrainingError
+    from hvd_cifar.distributed.reduction import average_variables
     from hvd_cifar.runtime.world import start
 
     class OwnTrainingError(TrainingError):
@@ -345,7 +346,7 @@ def _sums_and_errors() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     seen["sums"] = collectives.all_reduce_sums([world.rank + 1, 1e15 + world.rank, 1 / 3])
     variables = [keras.Variable(np.full(3, world.rank), dtype=dtype) for dtype in ("float32", "bfloat16", "float64")]
-    collectives.average_variables(variables)
+    average_variables(variables)
     seen["means"] = [np.asarray(each, np.float64).tolist() for each in variables]
     seen["gathered"] = collectives.all_gather_object(f"rank {world.rank}")
     seen["host by host"] = collectives.host_by_host(time.time)

@@ -109,7 +109,7 @@ def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_th
         averaged.append(variables)
         own.assign(own + 10.0)
 
-    monkeypatch.setattr("hvd_cifar.training.state.collectives.average_variables", average)
+    monkeypatch.setattr("hvd_cifar.training.state.average_variables", average)
     for step, count in ((0, 1), (0, 1), (1, 2), (0, 3)):
         state.average(step)
         assert len(averaged) == count and averaged[-1] == [own]
