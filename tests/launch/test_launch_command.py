@@ -436,6 +436,7 @@ def test_banners(said: str, shown: str, lost: list[Lost]) -> None:
     st.lists(
         st.sampled_from(
             [FAILED.format(code=1), FAILED.format(code=3), f"{OF_RANK_1}hvd_cifar: no\n", "[1,0]<stderr>:bar\r"]
+            + [f"{OF_RANK_1}half [1,0]<stderr>:whole [1,x]<std\n"]
             + [KILLED, UNKNOWN, "a line\n", "-\n", "[1,", "--", RULE]
         )
     ),

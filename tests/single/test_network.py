@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvd_cifar.launch.cluster import network, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Card, Network, candidates
-from hvd_cifar.launch.output import Errors, by_rank
+from hvd_cifar.launch.output import Errors
 
 
 def _card(name: str, address: str, speed: int = 0) -> Card:
@@ -77,26 +75,6 @@ def test_a_command_reaches_the_program_over_ssh_word_for_word() -> None:
 )
 def test_what_ssh_says_becomes_advice(complaint: str, advice: tuple[str, str]) -> None:
     assert ssh.diagnose("b", complaint) == (f"ssh b: {advice[0]}", advice[1])
-
-
-TAGGED = (
-    b"[1,0]<stdout>:\rbar 1[1,1]<stderr>:error, first half[1,0]<stdout>:\rbar 2 [1,x]<std[1,1]<stderr>: and second\n"
-    b"[1,1]<stderr>:next\nmpirun says\n[1,2]<stdout>:\n[1,2]<stdout>:end"
-)
-
-
-@given(st.lists(st.integers(0, len(TAGGED))))
-def test_tagged_output_is_told_apart_however_it_is_cut(cuts: list[int]) -> None:
-    edges = [0, *sorted(cuts), len(TAGGED)]
-    said: dict[int | None, bytes] = {}
-    for rank, piece in by_rank(TAGGED[a:b] for a, b in zip(edges, edges[1:], strict=False)):
-        said[rank] = said.get(rank, b"") + piece
-    assert said == {
-        0: b"\rbar 1\rbar 2 [1,x]<std",
-        1: b"error, first half and second\nnext\n",
-        2: b"\nend",
-        None: b"mpirun says\n",
-    }
 
 
 def test_lines_get_their_rank_and_host_in_front() -> None:
