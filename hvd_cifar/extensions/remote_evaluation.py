@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,20 +212,12 @@ class RemoteEvaluation(Callback):
                         path.unlink()
 
 
-class _Ended(SystemExit):
-    """The launcher ends this job: training is done."""
-
-
-def _end(*_: object) -> None:
-    raise _Ended(0)
-
-
 def validate_run(settings: ValidateSettings) -> None:
     """Evaluate the newest checkpoint that a run asks for, on all ranks of this job, until a signal ends it."""
     from hvd_cifar.distributed import collectives
     from hvd_cifar.runtime.world import session
 
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the launcher ends this job: training is done
     run_dir, evaluate = settings.run_dir, None
     lock = _lock(run_dir)
 

@@ -75,20 +75,13 @@ def remove(path: Path) -> None:
     gone = path.with_name(f".{path.name}.old")
     with contextlib.suppress(OSError):
         os.replace(path, gone)
-        _delete(gone)
-
-
-def _delete(path: Path) -> None:
-    """Remove a folder, or a link to one: what the link names stays."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
     """Remove checkpoints that a killed run was writing or removing."""
     for leftover in folder.glob(".step-*"):
-        _delete(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:

@@ -114,7 +114,7 @@ def write(run: Run, given: UserObjects, compared: dict[str, Any]) -> None:
 
     config.json has settings that repeat the run on any number of ranks, and under "run" the facts of this run.
     """
-    modules = user_code.modules_of(run.settings, [*given.named, *given.callbacks])
+    modules = user_code.modules_of(run.settings, [given.model, given.dataset, *given.callbacks])
     facts = {**compared, **facts_of(run)}
     collectives.on_root(lambda: _write(run, {**facts, "code": user_code.keep(run.run_dir, modules)}))
 

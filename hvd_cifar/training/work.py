@@ -46,11 +46,6 @@ class UserObjects:
     dataset: Dataset | Callable[[], Dataset] | None = None
     callbacks: Sequence[Callback] = ()
 
-    @property
-    def named(self) -> list[Any]:
-        """Those that a run's results depend on: model and data set, where given."""
-        return [one for one in (self.model, self.dataset) if one is not None]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -37,21 +37,6 @@ def _bits(state: TrainState) -> list[bytes]:
     return [np.asarray(v.numpy()).tobytes() for v in state.variables]
 
 
-def test_a_linked_checkpoint_is_removed_without_a_trace(tmp_path: Path) -> None:
-    """A user may have moved a checkpoint to another disk. What the link names stays."""
-    state = _state(0)
-    (tmp_path / "run").mkdir()
-    path = Checkpoints(tmp_path / "run", state).save()
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    Checkpoints(tmp_path / "run", state).save()
-    assert [one.name for one in (tmp_path / "run").iterdir()] == [path.name] and not path.is_symlink()
-    assert damage(tmp_path / "elsewhere") is None
-    (left := tmp_path / "run" / ".step-8.old").symlink_to(tmp_path / "elsewhere")
-    Checkpoints(tmp_path / "run", state)
-    assert not left.is_symlink() and damage(tmp_path / "elsewhere") is None
-
-
 def test_the_newest_five_are_kept_also_after_a_restart(tmp_path: Path) -> None:
     for steps in (range(1, 5), range(5, 9)):
         state = _state()
