@@ -145,10 +145,7 @@ class RemoteEvaluation(Callback):
 
     def _ask(self, run: Run) -> None:
         """Where an evaluation is due, write a checkpoint, and ask for its evaluation. A collective."""
-        if not run.evaluation_is_due:
-            return
-        run.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
-        if run.progress.stop_requested:
+        if not run.evaluation_is_due or run.progress.stop_requested:  # then the evaluation is put off
             return
         run.save()
         if run.world.is_root and run.step not in run.reporter.evaluated[run.watched]:

@@ -1,8 +1,8 @@
 """A job on the same hosts to its end: one start, restarts (`--max-restarts`), and validation ranks beside it.
 
 Validation ranks (`--validation-ranks K`) are a second job on the last K slots, which evaluates during training. It has
-a launcher process of its own, as if a user had started it. Its failures therefore do not affect the training ranks,
-whose collectives are those of a run without validation ranks.
+a launcher process of its own, as if a user had started it. It takes part in no collective of the training ranks, so its
+failures do not affect them.
 """
 
 from __future__ import annotations
