@@ -210,12 +210,6 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
             leave = "" if option == "model" else "leave the option out, or "
             raise UserError(f"{config.option_name(option)}: the net has the layer {name}: {why}; {leave}{remedy}")
-    for variable in net.model.trainable_variables:
-        if variable.overwrite_with_gradient:
-            raise UserError(
-                f"--model {settings.model}: {variable.path} takes its value from its gradient, which ranks add up; "
-                'leave quantize("float8") out'
-            )
 
 
 def random_layers(model: keras.Model) -> list[Any]:
