@@ -214,7 +214,7 @@ def validate_run(settings: ValidateSettings) -> None:
     from hvd_cifar.distributed import collectives
     from hvd_cifar.runtime.world import session
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the launcher ends this job: training is done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the launcher ends this job: training is done
     run_dir, evaluate = settings.run_dir, None
     lock = _lock(run_dir)
 
