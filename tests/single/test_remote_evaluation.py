@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Any:
     (tmp_path / "checkpoints").mkdir()
     made: Any = mock.Mock(run_dir=tmp_path, step=0, total_steps=500, watched="validation", evaluation_is_due=True)
     made.files_may_fail = partial(Run.files_may_fail, made)
-    made.progress.ends_early, made.progress.stop_requested = "", False
+    made.progress.ends_early, made.progress.stop_requested, made.settings.stall_seconds = "", False, None
     made.progress.flags, made.progress.own_flags = {}, {}
     made.ranks.broadcast_object, made.ranks.on_root = (lambda value: value), (lambda function: function())
     made.reporter.evaluated, made.plan.steps_per_epoch = defaultdict(set), 10
