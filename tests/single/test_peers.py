@@ -17,7 +17,7 @@ NEEDS_TORCH = pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason=f"n
 
 def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
     """Its environment has PyTorch, NumPy and what these need."""
-    hidden = ["rich", "keras", "tensorflow", "pydantic", "click", "psutil", "PIL"]
+    hidden = ["keras", "tensorflow", "pydantic", "click", "psutil", "PIL"]
     script = f"import sys; sys.modules.update(dict.fromkeys({hidden}))"
     script += "; import hvd_cifar.data.cifar, hvd_cifar.data.sampler, benchmarks.gpu.serve"
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True, timeout=60)
