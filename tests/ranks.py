@@ -51,7 +51,7 @@ def run_all(
     functions: Mapping[str, Callable[..., Any]],
     n: int,
     *,
-    launched: bool = True,
+    launcher: str = "mpirun",
     env: dict[str, str] | None = None,
     timeout: float = 120,
     tensorflow: bool = True,
@@ -64,7 +64,7 @@ def run_all(
     then no process is left behind.
 
     Args:
-        launched: by mpirun. False: the one rank is a program that nothing has launched.
+        launcher: "mpirun", "gloo" (horovodrun --gloo), or "" (the one rank is a program that nothing has launched).
         env: is added to the environment.
         tensorflow: it is imported first, as by a rank of `train`.
         deterministic: the ranks can train with --deterministic.
@@ -77,13 +77,18 @@ def run_all(
         calls.append([name, source, call.func.__name__, call.args, call.keywords])
     text = json.dumps([tensorflow, deterministic, calls], default=plain)
     what = f"{', '.join(functions)} on {n} ranks"
-    if launched and n <= MOST_POOLED and tensorflow and not env and not fresh:
+    if launcher == "mpirun" and n <= MOST_POOLED and tensorflow and not env and not fresh:
         ranks = (_GROUPS.get(n) or Group(n)).call(text, timeout, what)
     else:
         with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
             folder, output = Path(temporary), Path(temporary, "launcher.log")
             (folder / "calls.json").write_text(text)
-            words = [*(mpirun(n) if launched else []), *RANK, temporary]
+            starts = {
+                "mpirun": mpirun(n),
+                "gloo": ["horovodrun", "--gloo", "-np", str(n), "-H", f"localhost:{n}"],
+                "": [],
+            }
+            words = [*starts[launcher], *RANK, temporary]
             with output.open("w") as log:
                 code = run_to_end(words, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
             found = _returned(folder, n)

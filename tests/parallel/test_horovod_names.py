@@ -14,7 +14,8 @@ from tests import horovod_nets as nets
 from tests.horovod_nets import BATCH, STEPS
 from tests.ranks import run_ranks
 
-SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]  # cases on one and three ranks; two have all
+OTHER_WAYS = [(1, "mpirun"), (3, "mpirun"), (1, "gloo"), (2, "gloo"), (3, "gloo")]  # ranks and launchers
+WAYS = [(2, "mpirun"), *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
 
 
 def _cases(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], dict[str, Any]]]:
@@ -54,7 +55,7 @@ def _cases(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], dict[str, Any]]]:
     }
 
 
-def _loops(some: list[str] | None = None) -> dict[str, Any]:
+def _loops() -> dict[str, Any]:
     """Weights after a loop of one's own, beside those of one process on the whole batches, by case."""
     hvd = nets.start()
     import horovod.tensorflow.keras as hvd_tf_keras
@@ -63,8 +64,7 @@ def _loops(some: list[str] | None = None) -> dict[str, Any]:
     shard, wrap, cases = slice(hvd.rank(), None, hvd.size()), hvd_tf_keras.DistributedOptimizer, _cases(hvd)
     found = {}
     plain: dict[Any, Any] = {}  # what one process gets
-    for case in some or cases:
-        make, how = cases[case]
+    for case, (make, how) in cases.items():
         sparse, clipped = how.get("sparse", False), case == "clipped"
         # Keras 3's Adam takes rows of one index one by one: the optimizer's equal are whole tables.
         tape = nets.Dense if sparse and "tape" not in how else nets.as_it_is
@@ -73,8 +73,6 @@ def _loops(some: list[str] | None = None) -> dict[str, Any]:
             plain[key] = nets.train(nets.net(sparse), alone, sparse=sparse, tape=tape)
         net = nets.net(sparse)
         found[case] = [nets.train(net, make(net), shard, **how), plain[key]]
-    if some:
-        return found
     net = nets.net()
     listed = partial(hvd.DistributedGradientTape, groups=[net.trainable_variables[::2]])
     trained = nets.train(net, keras.optimizers.Adam(0.05), shard, tape=listed)
@@ -97,9 +95,9 @@ def _loss(net: Any, x: Any, y: Any) -> Callable[[], Any]:
     return lambda: tf.reduce_mean((net(x) - y) ** 2)
 
 
-@pytest.mark.parametrize(("n", "some"), [(1, SOME), (2, None), pytest.param(3, SOME, marks=pytest.mark.slow)])
-def test_a_loop_of_ones_own_equals_one_process(n: int, some: list[str] | None) -> None:
-    for rank in run_ranks(_loops, n, some):
+@pytest.mark.parametrize(("n", "launcher"), WAYS)
+def test_a_loop_of_ones_own_equals_one_process(n: int, launcher: str) -> None:
+    for rank in run_ranks(_loops, n, launcher=launcher, timeout=300):
         for case, (weights, alone) in rank.items():
             tolerance = 5e-3 if case == "fp16" else 2e-5
             assert np.allclose(weights, alone, rtol=0, atol=tolerance), case
@@ -165,8 +163,9 @@ def _fit(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_fit_with_all_callbacks_equals_one_process(tmp_path: Path) -> None:
-    ranks = run_ranks(_fit, 3, str(tmp_path))
+@pytest.mark.parametrize(("n", "launcher"), WAYS)
+def test_fit_with_all_callbacks_equals_one_process(n: int, launcher: str, tmp_path: Path) -> None:
+    ranks = run_ranks(_fit, n, str(tmp_path), launcher=launcher, timeout=300)
     for rank in ranks:
         assert rank["weights"] == ranks[0]["weights"] and rank["logs"] == ranks[0]["logs"]
         assert np.allclose(rank["weights"], rank["alone"], rtol=0, atol=2e-5)

@@ -60,7 +60,7 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
     words = ["-np", 2, "train", "--model", f"{EXAMPLES}/fine_tune.py:build", *data, "--max-steps", 4]
     _launch(*words, "--run-dir", "fine", cwd=tmp_path, WEIGHTS="body.weights.h5")
     settings = {"run_dir": str(tmp_path / "fine")}
-    run_ranks(_is_frozen, 1, settings, str(tmp_path / "body.weights.h5"), launched=False, timeout=200)
+    run_ranks(_is_frozen, 1, settings, str(tmp_path / "body.weights.h5"), launcher="", timeout=200)
     _launch("predict", "fine", folder / "disc" / "00000.jpg", cwd=tmp_path)
 
 

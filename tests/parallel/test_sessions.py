@@ -93,10 +93,10 @@ def _start(computes: bool) -> str:
 
 def test_a_start_that_cannot_be_right_is_refused_in_one_line() -> None:
     """TensorFlow has computed before it; another MPI's launcher has started the first of two such ranks."""
-    (text,) = run_ranks(_start, 1, True, launched=False)
+    (text,) = run_ranks(_start, 1, True, launcher="")
     assert "TensorFlow has computed in this process before Horovod started" in text
     alone: dict[str, str] = {}
     prepare_mpi(alone, on_cpu=False)  # whose MPI finds no daemon to tell it of the other
     launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    (text,) = run_ranks(_start, 1, False, launched=False, env=alone | launched)
+    (text,) = run_ranks(_start, 1, False, launcher="", env=alone | launched)
     assert text == "the launcher started 2 ranks, but MPI joined 1: use the mpirun of this environment, or ./run.sh"
