@@ -1,12 +1,14 @@
 """Draws a folder of pictures as people have them: many sizes and formats; the class is the figure.
 
-python -m tests.pictures FOLDER [COUNT]
+python -m tests.pictures FOLDER [COUNT]            # 2,000 by default
+python -m tests.pictures FOLDER COUNT 500 400      # JPEGs of this size
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw
@@ -64,16 +66,17 @@ def save(image: Image.Image, stem: Path, kind: str) -> Path:
     return path
 
 
-def fill(folder: Path, count: int, sides: tuple[int, int] = (90, 400), seed: int = 0) -> None:
-    """Write `count` pictures into folders of classes."""
+def fill(folder: Path, count: int, sides: tuple[int, int] = (90, 400), seed: int = 0, size: Sequence[int] = ()) -> None:
+    """Write `count` pictures into folders of classes: of many sizes and formats, or JPEGs of one `size`."""
     chance = random.Random(seed)
     for number in range(count):
         label = number % len(CLASSES)
-        width, height = (chance.randint(*sides) for _ in range(2))
+        width, height = size or (chance.randint(*sides) for _ in range(2))
         stem = folder / CLASSES[label] / f"{number:05d}"
         stem.parent.mkdir(parents=True, exist_ok=True)
-        save(draw(label, width, height, chance), stem, KINDS[number // len(CLASSES) % len(KINDS)])
+        kind = "jpg" if size else KINDS[number // len(CLASSES) % len(KINDS)]
+        save(draw(label, width, height, chance), stem, kind)
 
 
 if __name__ == "__main__":
-    fill(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2000)
+    fill(Path(sys.argv[1]), int(sys.argv[2] if len(sys.argv) > 2 else 2000), size=[int(side) for side in sys.argv[3:]])
