@@ -75,7 +75,10 @@ def fill(folder: Path, count: int, sides: tuple[int, int] = (90, 400), seed: int
         stem = folder / CLASSES[label] / f"{number:05d}"
         stem.parent.mkdir(parents=True, exist_ok=True)
         kind = "jpg" if size else KINDS[number // len(CLASSES) % len(KINDS)]
-        save(draw(label, width, height, chance), stem, kind)
+        image = draw(label, width, height, chance)
+        if size:  # grain, for files as large as those of photographs
+            image = Image.blend(image, Image.effect_noise((width, height), 60).convert("RGB"), 0.2)
+        save(image, stem, kind)
 
 
 if __name__ == "__main__":
