@@ -45,8 +45,8 @@ def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
     names = ["node1", "node2", "node3"]
     # Hosts that share cores may slow each other's messages; nothing else is to be found.
     found = _found(said)
-    assert code == 0 and set(found) <= {"job", "links"}, (found, errors)
-    assert len({f["check"] for f in said["findings"]}) == 9
+    assert code == 0 and set(found) <= {"job"}, (found, errors)
+    assert len({f["check"] for f in said["findings"]}) == 8
     assert {name: card["name"] for name, card in said["network"]["cards"].items()} == dict.fromkeys(names, "eth0")
     job = said["job"]
     assert job["wrong_values"] == 0 and job["bytes_per_second"] > 0 and not job["failure"]
@@ -109,14 +109,11 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         is_named("job", "warning : not started")
         assert not found
 
-        # Without these hosts the job runs, is slow, and finds the slow one, whose neighbours reach each other well.
+        # Without these hosts the job runs, and is slow.
         code, said, errors = _doctor(hosts, "-H", "node1:2,node4:1,node5:1")
         found = _found(said)
         assert code == 0 and found["job"][0].startswith("warning : all-reduces are slow: "), (found, errors)
         assert said["job"]["bytes_per_second"] * 8 < 30e6
-        assert len(found["links"]) == 2 and all("node4" in line and "slow between" in line for line in found["links"])
-        to_slow, from_slow, around = said["job"]["links"]
-        assert max(to_slow, from_slow) * 8 < 30e6 < around * 8, said["job"]
         assert not any(host.processes() for host in hosts)
 
 

@@ -33,7 +33,7 @@ FACTS = HostFacts(
     temporary="/tmp",
     temporary_error="",
 )
-JOB = Job(how="4 ranks", bytes_per_second=5e8, links=(9e8, 1e9, 8e8))
+JOB = Job(how="4 ranks", bytes_per_second=5e8)
 HEALTHY = Subject(
     hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
     here="a",
@@ -97,11 +97,7 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
         (replace(HEALTHY, job=None), "warning", "not started", "first"),
         (_job(failure="ImportError: x"), "failure", "ImportError: x", "train --max-steps 1"),
         (_job(wrong_values=3), "failure", "3 wrong values in all-reduces over all ranks", "setup; if that"),
-        (_job(bytes_per_second=5e7), "warning", "slow: 400 Mbit/s; the cards have 10.0 Gbit/s", "see links"),
-    ],
-    "links": [
-        (_job(links=(1e9, 1e9, 1e8)), "warning", "slow between c and a: 800 Mbit/s; usual is 8.0 Gbit/s", "eth0 on a"),
-        (_job(links=(1e8, 2e8, 1e9)), "warning", "slow between a and b: 800 Mbit/s; usual is 8.0 Gbit/s", "eth0 on b"),
+        (_job(bytes_per_second=5e7), "warning", "slow: 400 Mbit/s; the cards have 10.0 Gbit/s", "doctor on half"),
     ],
 }
 
@@ -133,8 +129,6 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
     "fine",
     [
         replace(HEALTHY, hosts=(Host("a", 2),), facts={"a": FACTS}, network=None, job=Job(how="x")),
-        _job(links=()),  # two hosts
-        _job(links=(1e9, 6e8, 9e8)),  # sound links differ
         _on("b", shm=65536),  # one rank shares no memory
     ],
 )
@@ -142,7 +136,7 @@ def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
     assert _wrong(fine) == []
 
 
-SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8, [1e9, 2e9, 3e9]])
+SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8])
 IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"
 
 
@@ -158,7 +152,7 @@ IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"
 def test_why_a_job_failed(code: int, errors: str, late: str, failure: str) -> None:
     assert job.result_of(code, "", errors, late, 5.0).failure == failure
     done = job.result_of(0, SAID, "hvd_cifar: note: 3 ranks share\n", "", 5.0)
-    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, links=(1e9, 2e9, 3e9), seconds=5.0)
+    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, seconds=5.0)
 
 
 def test_hosts_and_their_slots(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ A failure means that a run would fail. A warning means that it would be slow, or
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -18,11 +17,9 @@ LEAST_MEMORY, GOOD_MEMORY = 600 * MIB, GIB
 SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
 # All-reduces are slow below this share of the slowest card's speed, and below this bandwidth between hosts.
 SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.05, 100e6 / 8
-# A link is slow below this share of the usual speed: a card or cable at its next lower rate has 0.4 of it (25 to 10
-# Gbit/s) or less, and the shortest tries of sound links differ by less.
-SLOW_OF_OTHERS = 0.5
 SET_UP, SET_UP_ALL = "./run.sh setup", "./run.sh setup --hostfile FILE"
 NAMES_SHOWN = 3
+HALVES = "the doctor on half of the hosts (-H), and so on, finds the one at fault"
 
 
 class Finding(NamedTuple):
@@ -153,35 +150,16 @@ def job(subject: Subject) -> Iterator[Finding]:
         text = f"{done.wrong_values:,} wrong values in all-reduces over all ranks: training would go wrong"
         remedy = f"rm -r .venv, then {SET_UP}"
         if subject.network:
-            remedy += "; if that does not help, the doctor on half of the hosts (-H), and so on, finds the one at fault"
+            remedy += f"; if that does not help, {HALVES}"
         yield Finding("failure", "", text, remedy)
     elif subject.network:
         promised = min((card.speed for card in subject.network.cards.values() if card.speed), default=0) * MBIT
         if done.bytes_per_second < max(SLOW_OF_CARD * promised, SLOW_BYTES_PER_SECOND):
             cards = f"; the cards have {_speed(promised)}" if promised else ""
             text = f"all-reduces are slow: {_speed(done.bytes_per_second)}{cards}"
-            yield Finding("warning", "", text, "see links; or the doctor on half of the hosts (-H), and so on")
+            yield Finding("warning", "", text, HALVES)
     rate = f", {_speed(done.bytes_per_second)}" if done.bytes_per_second else ""
     yield _ok(f"{done.how}; sums are right{rate} ({done.seconds:.0f} s)")
-
-
-def links(subject: Subject) -> Iterator[Finding]:
-    """No link between neighbours in the ring of hosts is much slower than the others."""
-    rates, names = subject.job.links if subject.job else (), [host.name for host in subject.hosts]
-    if len(rates) != len(names):  # too few hosts, or two names of one
-        yield _ok("not measured")
-        return
-    # Of each host the faster link: in a ring of three one slow host slows two links, but no other host's faster one.
-    usual = statistics.median_low(max(rates[i - 1], rate) for i, rate in enumerate(rates))
-    cards = subject.network.cards if subject.network else {}
-    for rate, *ends in zip(rates, names, [*names[1:], names[0]], strict=True):
-        if rate < SLOW_OF_OTHERS * usual:
-            text = f"slow between {' and '.join(ends)}: {_speed(rate)}; usual is {_speed(usual)}"
-            looked = " and ".join(
-                f"ethtool -S {cards[name].name if name in cards else 'CARD'} on {name}" for name in ends
-            )
-            yield Finding("warning", "", text, f"{looked}: errors? Then try another cable, or port of the switch")
-    yield _ok(f"{counted(len(rates), 'link')} between neighbours: {_speed(min(rates))} to {_speed(max(rates))}")
 
 
 OF_HOSTS = {
@@ -193,7 +171,7 @@ OF_HOSTS = {
     "memory": memory,
     "disk": disk,
 }
-CHECKS = {**OF_HOSTS, "job": job, "links": links}
+CHECKS = {**OF_HOSTS, "job": job}
 
 
 def counted(number: int, what: str) -> str:

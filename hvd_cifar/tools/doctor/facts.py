@@ -49,14 +49,12 @@ class Job:
     failure: why it failed; "": it did not. seconds: of all of it.
     how: ranks, devices, algorithm and transport, as in the first line of a training.
     wrong_values: in all-reduces. bytes_per_second: that each rank sends, and receives, in those over all ranks.
-    links: bytes per second between each host and the next one, the last and the first; (): fewer than three hosts.
     """
 
     failure: str = ""
     how: str = ""
     wrong_values: int = 0
     bytes_per_second: float = 0.0
-    links: tuple[float, ...] = ()
     seconds: float = 0.0
 
 

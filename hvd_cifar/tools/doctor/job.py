@@ -1,14 +1,12 @@
 """The small real job: the launcher starts it, like a user's run, and it ends after a time limit at the latest.
 
-Its ranks check the sums of all-reduces, then exchange messages between neighbouring hosts; rank 0 prints a line of
-JSON.
+Its ranks check the sums of all-reduces; rank 0 prints a line of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -16,9 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.reporting import terminal
@@ -27,17 +23,11 @@ from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.tools.doctor.facts import Job
 from hvd_cifar.tools.settings import DoctorJobSettings
 
-if TYPE_CHECKING:
-    from hvd_cifar.runtime.world import World
-
 RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
 SECONDS_TO_END = 20.0
-TRIES = 3  # of each size, and of each link
+TRIES = 3  # of each size
 SIZES = [2**power for power in range(16, 25, 2)]  # bytes
 ENOUGH_SECONDS = 0.2  # a message of this duration shows the bandwidth, also on busy cores
-# Of all links together, as far as messages do not get so small that their latency hides the bandwidth.
-RING_SECONDS, LEAST_LINK_BYTES = 20.0, 2**20
-LEAST_RING = 3  # hosts: two have one link, which nothing is compared with
 
 
 def run(words: Sequence[str], seconds: float) -> Job:
@@ -76,8 +66,8 @@ def result_of(code: int | None, output: str, errors: str, late: str, seconds: fl
         telling += [line.partition("hvd_cifar: ")[2] for line in lines if "hvd_cifar: " in line][:1] + lines[-1:]
         telling += [f"it ended with exit code {code} and said nothing"]
         return Job(late or telling[0], seconds=seconds)
-    how, wrong_values, rate, links = json.loads(said.removeprefix(RESULT))
-    return Job("", how, wrong_values, rate, tuple(links), seconds)
+    how, wrong_values, rate = json.loads(said.removeprefix(RESULT))
+    return Job("", how, wrong_values, rate, seconds)
 
 
 def run_rank(_: DoctorJobSettings) -> None:
@@ -92,36 +82,5 @@ def run_rank(_: DoctorJobSettings) -> None:
             wrong += found.wrong_values
             if found.seconds["mean"] >= ENOUGH_SECONDS:
                 break
-        rates = measure_links(world, found.bus_bandwidth)
         if world.is_root:
-            terminal.say(RESULT + json.dumps([world.describe(), wrong, found.bus_bandwidth, rates]))
-
-
-def measure_links(world: World, rate: float) -> list[float]:
-    """Bytes per second between each host and the next one, the last host and the first; [] below three hosts.
-
-    The hosts' first ranks measure by MPI, one link after another. The shortest try counts: other work on a host only
-    makes a try longer. A collective. `rate`: bytes per second in all-reduces over all ranks.
-    """
-    from hvd_cifar.runtime.world import mpi
-
-    ranks, firsts = mpi().COMM_WORLD, [rank for rank, facts in enumerate(world.ranks) if facts.local_rank == 0]
-    if len(firsts) < LEAST_RING:
-        return []
-    affordable = RING_SECONDS * rate / (len(firsts) * TRIES)
-    message = np.zeros(int(min(SIZES[-1], max(LEAST_LINK_BYTES, affordable))), np.uint8)
-    rates = []
-    for a, b in zip(firsts, [*firsts[1:], firsts[0]], strict=True):
-        took = math.inf if world.rank in (a, b) else 0.0
-        for _ in range(TRIES):
-            ranks.Barrier()
-            begin = time.perf_counter()
-            if world.rank == a:
-                ranks.Send(message, b)
-                ranks.Recv(message, b)
-            elif world.rank == b:
-                ranks.Recv(message, a)
-                ranks.Send(message, a)
-            took = min(took, time.perf_counter() - begin)
-        rates.append(2 * len(message) / max(ranks.allgather(took)))
-    return rates
+            terminal.say(RESULT + json.dumps([world.describe(), wrong, found.bus_bandwidth]))
