@@ -170,14 +170,15 @@ def find_network(participants: Participants) -> Network:
         if not found:
             bare = ", ".join(host for host, has in cards.items() if not has)
             raise UserError(f"the hosts have no network in common: no card of {bare} is up; connect all to one network")
-        faults = _try_out(found, programs, {host: answer["ports"] for host, answer in answers.items()})
-    works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
-    if works is None:
-        fewest = min(faults, key=len)
-        worst = worst_host(fewest, participants.here)
-        way = next(text for ends, text in fewest.items() if worst in ends)
-        raise Unreachable(f"{way}: check cables and firewalls, which must let all ports through", [worst])
-    return works
+        tried = []
+        for network in found:
+            tried.append(_faults(network, programs, {host: answer["ports"] for host, answer in answers.items()}))
+            if not tried[-1]:
+                return network
+    fewest = min(tried, key=len)
+    worst = worst_host(fewest, participants.here)
+    way = next(text for ends, text in fewest.items() if worst in ends)
+    raise Unreachable(f"{way}: check cables and firewalls, which must let all ports through", [worst])
 
 
 def candidates(cards: Mapping[str, Sequence[Card]], named: Mapping[str, str]) -> list[Network]:
@@ -211,23 +212,21 @@ def worst_host(faults: Iterable[tuple[str, str]], here: str) -> str:
     return max(counts, key=lambda host: (counts[host], host))
 
 
-def _try_out(
-    networks: Sequence[Network], programs: Mapping[str, Program], ports: Mapping[str, Sequence[int]]
-) -> list[dict[tuple[str, str], str]]:
-    """Test the networks: every host connects to every other one. Return the ways that fail on each, in words too."""
-    ways = [(network.cards[there], there, port) for network in networks for there in programs for port in ports[there]]
+def _faults(
+    network: Network, programs: Mapping[str, Program], ports: Mapping[str, Sequence[int]]
+) -> dict[tuple[str, str], str]:
+    """Have every host connect to every other one on a network. Return the ways that fail, in words too."""
+    ways = [(there, network.cards[there], port) for there in programs for port in ports[there]]
 
     def reached_from(here: str) -> list[bool]:
-        programs[here].say([(card.address, port) for card, _, port in ways])
+        programs[here].say([(card.address, port) for _, card, port in ways])
         return programs[here].hear(b"[") or [False] * len(ways)
 
     with ThreadPoolExecutor(max_workers=len(programs)) as pool:
         answers = dict(zip(programs, pool.map(reached_from, programs), strict=True))
-    faults: list[dict[tuple[str, str], str]] = [{} for _ in networks]
-    for here, reached in answers.items():
-        for (card, there, port), is_open in zip(ways, reached, strict=True):
-            for network, closed in zip(networks, faults, strict=True):
-                if not is_open and network.cards[there] == card:
-                    where = f"{card.address}, port {port} ({card.name}, {card.subnet})"
-                    closed[here, there] = f"{here} cannot reach {there} at {where}"
-    return faults
+    return {
+        (here, there): f"{here} cannot reach {there} at {card.address}, port {port} ({card.name}, {card.subnet})"
+        for here, reached in answers.items()
+        for (there, card, port), is_open in zip(ways, reached, strict=True)
+        if not is_open
+    }

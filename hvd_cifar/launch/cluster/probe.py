@@ -1,8 +1,8 @@
 """A program that the launcher sends to each host, to find the network between them.
 
 It reads a line, and writes one of JSON: the host's network cards, the ports that it listens at, and at which address
-ssh reached it. It reads addresses and ports, and writes to which of them it could connect. It ends when its input is
-closed. It imports nothing of this package, since the host may have another version.
+ssh reached it. From each further line it reads addresses and ports, and writes to which of them it could connect. It
+ends when its input is closed. It imports nothing of this package, since the host may have another version.
 """
 
 import ipaddress
@@ -64,14 +64,9 @@ def main() -> None:
         "named": " ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3]),  # this end of the connection
     }
     print(json.dumps(report), flush=True)
-    asked = sys.stdin.readline()
-    if not asked:
-        return
-    targets = json.loads(asked)
     with ThreadPoolExecutor(max_workers=32) as pool:
-        print(json.dumps(list(pool.map(reaches, targets))), flush=True)
-    # The listeners stay open until all hosts have connected. The launcher then closes this program's input.
-    sys.stdin.read()
+        for targets in sys.stdin:  # the listeners stay open until the launcher closes this program's input
+            print(json.dumps(list(pool.map(reaches, json.loads(targets)))), flush=True)
 
 
 if __name__ == "__main__":
