@@ -57,9 +57,6 @@ class DataSettings(fields.Settings):
     """For folder:PATH: how many images may be left out because they cannot be read. More end the run."""
     data_dir: fields.LocalPath = Field(Path("~/.cache/hvd_cifar/data"), validate_default=True)
     """Folder of the data set; CIFAR-10 or CIFAR-100 is downloaded there if it is absent."""
-    data_url: fields.Address | None = None
-    """Address of a copy of the archive with the data set's binary files; its published MD5 checksum is compared.
-    [default: its authors']"""
 
 
 class RecipeChanges(fields.Settings):

@@ -90,14 +90,6 @@ def _image_size(given: Any) -> tuple[int, int]:
     return size
 
 
-def _address(given: str) -> str:
-    if not re.match(r"https?://[^/?#\s]+", given):
-        raise ValueError("give an address that begins with http:// or https:// and the name of a host")
-    if re.match(r"https?://[^/?#]*@", given):
-        raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
-    return given
-
-
 def _words(given: Any) -> Any:
     """Text such as a,b as ("a", "b")."""
     return tuple(word.strip() for word in given.split(",")) if isinstance(given, str) else given
@@ -127,7 +119,6 @@ DatasetName = Annotated[str, AfterValidator(_dataset)]
 Callbacks = Annotated[tuple[UserCode, ...], BeforeValidator(_words)]
 LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
 PathOrWord = Annotated[str, Field(min_length=1), AfterValidator(_place)]
-Address = Annotated[str, AfterValidator(_address)]
 StepCount = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Interval = Annotated[int, Field(ge=0, le=MOST_STEPS)]  # steps between two of something; 0: never
 ExampleCount = Annotated[int, Field(gt=0, le=MOST_EXAMPLES)]

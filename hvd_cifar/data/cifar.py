@@ -157,12 +157,11 @@ def fetch(layout: Layout, scratch: Path, onlooker: Onlooker) -> Path:
             raise  # the disk's: requests' own errors are OSErrors without a number
         if "hash of downloaded file" in str(error):  # pooch's, which names both checksums
             raise UserError(
-                f"the file from {url} is not the archive of {layout.title} ({str(error).partition('. ')[0]}): try "
-                "again, or correct --data-url"
+                f"the file from {url} is not the archive of {layout.title} ({str(error).partition('. ')[0]}): try again"
             ) from error
         raise DownloadError(
-            f"cannot download {layout.title} from {url}: {_last_cause(error)}: check the network, the variables of "
-            f"its proxy, and --data-url, or put the files into {scratch.parent / layout.folder}"
+            f"cannot download {layout.title} from {url}: {_last_cause(error)}: check the network and the variables of "
+            f"its proxy, or unpack a copy of the archive in {scratch.parent}"
         ) from error
     with tarfile.open(archive, "r:gz") as tar:
         tar.extractall(scratch, filter="data")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from hvd_cifar.config import DataSettings
@@ -21,8 +20,7 @@ def source_of(settings: DataSettings, name: str = "") -> Source:
     name = name or settings.dataset
     if name.startswith(FOLDER_DATASET):
         return Folder(Path(name.removeprefix(FOLDER_DATASET)), settings.image_size, settings.max_unreadable)
-    layout = LAYOUTS[CIFAR10.name if name == "auto" else name]
-    return replace(layout, archive=settings.data_url or layout.archive)
+    return LAYOUTS[CIFAR10.name if name == "auto" else name]
 
 
 def prepare(settings: DataSettings, onlooker: Onlooker = NOBODY) -> tuple[Source, Path]:

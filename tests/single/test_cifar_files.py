@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data import cifar
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, DownloadError, Layout
 from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
-NOBODY = "http://127.0.0.1:9/archive.tar.gz"  # nobody listens there
 LAYOUTS = pytest.mark.parametrize("layout", [CIFAR10, CIFAR100], ids=lambda layout: layout.name)
 
 
@@ -29,8 +29,13 @@ def write_sparse(folder: Path, layout: Layout) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cifar, "fetch", lambda *_: pytest.fail("it is downloaded"))
+
+
 def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
-    settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
+    settings = make(DataSettings, {"dataset": name, "data_dir": data_dir})
     source, folder = prepare(settings, Onlooker(is_warned=pytest.fail))
     return source.name, folder
 

@@ -14,6 +14,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pooch
 import pytest
@@ -22,7 +23,6 @@ from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import host_files, source
 from hvd_cifar.data.cifar import CHUNK_BYTES, CIFAR10, DownloadError
 from hvd_cifar.data.host_files import NOBODY, Onlooker
-from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
 SECONDS = 60  # longer than anything here may take
@@ -69,8 +69,11 @@ def direct_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooch.core, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
-def _settings(url: str, data_dir: Path, name: str = "cifar10") -> DataSettings:
-    return make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": url})
+def _prepare(url: str, data_dir: Path, name: str = "cifar10", onlooker: Onlooker = NOBODY) -> Path:
+    """CIFAR-10's folder, with the archive at another address."""
+    layout = replace(source.LAYOUTS["cifar10"], archive=url)
+    with mock.patch.dict(source.LAYOUTS, {"cifar10": layout}):
+        return source.prepare(make(DataSettings, {"dataset": name, "data_dir": data_dir}), onlooker)[1]
 
 
 def _publish(archive: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -93,7 +96,7 @@ def test_whole_download_then_none(
     signs: list[int] = []
     shown: list[str] = []
     onlooker = Onlooker(is_told=lambda: signs.append(1), is_shown=shown.append)
-    _, folder = prepare(_settings(f"{served[1]}/whole.tar.gz", data_dir), onlooker)
+    folder = _prepare(f"{served[1]}/whole.tar.gz", data_dir, onlooker=onlooker)
     assert folder == data_dir / CIFAR10.folder
     SMALL.check(folder)
     assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
@@ -101,7 +104,7 @@ def test_whole_download_then_none(
     assert len(signs) >= (served[0] / "whole.tar.gz").stat().st_size // CHUNK_BYTES > 1
     pattern = r"downloading CIFAR-10: [\d,]+ of [\d,]+ bytes, [\d,]+ a second, \d+ s left"
     assert len(shown) > 10 and all(re.fullmatch(pattern, line) for line in shown)
-    assert prepare(_settings("http://nowhere.invalid/x", data_dir), NOBODY)[1] == folder  # asks nobody
+    assert _prepare("http://nowhere.invalid/x", data_dir) == folder  # asks nobody
     assert capfd.readouterr() == ("", "")
 
 
@@ -137,12 +140,12 @@ def test_a_wrong_archive_is_named_and_leaves_nothing(
     served: tuple[Path, str], data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=f"not the archive of CIFAR-10 .*{CIFAR10.md5}") as caught:
-        prepare(_settings(f"{served[1]}/whole.tar.gz", data_dir, "auto"), Onlooker(is_warned=pytest.fail))
+        _prepare(f"{served[1]}/whole.tar.gz", data_dir, "auto", Onlooker(is_warned=pytest.fail))
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
     assert "\n" not in str(caught.value) and _is_empty(data_dir)
     assert _publish(served[0] / "lacks.tar.gz", monkeypatch) not in str(caught.value)
     with pytest.raises(UserError, match=r"data_batch_1.bin has no length \(No such file"):
-        prepare(_settings(f"{served[1]}/lacks.tar.gz", data_dir))
+        _prepare(f"{served[1]}/lacks.tar.gz", data_dir)
     assert _is_empty(data_dir)
 
 
@@ -166,6 +169,6 @@ def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
         url = url.replace("http:", "https:")
     wanted = f"cannot download CIFAR-10 from {url}: .*(?i:{reason}).*: check the"
     with pytest.raises(DownloadError, match=wanted) as caught:
-        prepare(_settings(url, data_dir))
-    assert str(data_dir / CIFAR10.folder) in str(caught.value) and "\n" not in str(caught.value)
+        _prepare(url, data_dir)
+    assert f"a copy of the archive in {data_dir}" in str(caught.value) and "\n" not in str(caught.value)
     assert _is_empty(data_dir)

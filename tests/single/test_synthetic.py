@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import synthetic
-from hvd_cifar.data.cifar import DownloadError
+from hvd_cifar.data import source, synthetic
+from hvd_cifar.data.cifar import CIFAR10, DownloadError
 from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.data.synthetic import LAYOUT
@@ -35,9 +36,9 @@ def test_every_machine_draws_these_bytes_once(embedded: Path, monkeypatch: pytes
 
 
 def named(name: str, data_dir: Path, warn: Callable[[str], None]) -> tuple[str, Path]:
-    settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
-    source, folder = prepare(settings, Onlooker(is_warned=warn))
-    return source.name, folder
+    settings = make(DataSettings, {"dataset": name, "data_dir": data_dir})
+    found, folder = prepare(settings, Onlooker(is_warned=warn))
+    return found.name, folder
 
 
 def test_prepare_by_name(embedded: Path) -> None:
@@ -50,6 +51,7 @@ def test_prepare_by_name(embedded: Path) -> None:
 
 def test_auto_falls_back_with_a_warning_and_cifar10_does_not(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setitem(source.LAYOUTS, "cifar10", replace(CIFAR10, archive=NOBODY))
     warnings: list[str] = []
     assert named("auto", embedded, warnings.append) == ("synthetic", embedded / LAYOUT.folder)
     assert len(warnings) == 1
