@@ -19,13 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-
-import psutil
 
 from hvd_cifar.distributed.errors import note, recent
 from hvd_cifar.errors import STALLED
@@ -39,9 +37,8 @@ SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not beg
 TICK = 0.5  # s between looks, at most
 GAP = 3.0  # s between two ticks: the process was suspended, as on a laptop that sleeps, so the time does not count
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
-LEAD = 0.2  # s by which a rank asks later than the one before it (and a tick later than rank 0), so that one asks first
-DEFERENCE = 8.0  # s for which a rank does not ask after a lower rank has asked it: longer than two looks
-ANSWER_SECONDS = 2.0
+DEFERENCE = 12.0  # s for which a rank does not ask after a lower rank has asked it: longer than a look
+ANSWER_SECONDS = 4.0  # enough on a busy machine
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that only waits
 STALLS = "stalls"  # the folder of stacks in the run directory
 IDLE = "idle"  # the phase in which a rank may take any time
@@ -49,7 +46,7 @@ IDLE = "idle"  # the phase in which a rank may take any time
 GONE = "its process has ended"
 SILENT = "it does not answer"
 UNREACHABLE = "its host cannot be reached"
-FAILURES = (OSError, asyncio.TimeoutError, ValueError, TypeError)  # the last two: what answers is no rank
+FAILURES = (OSError, asyncio.TimeoutError, ValueError, TypeError)  # the last two: it says nothing, or is no rank
 
 T = TypeVar("T")
 
@@ -58,7 +55,6 @@ class Peer(NamedTuple):
     """Where a rank's watchdog answers."""
 
     host: str
-    pid: int
     address: tuple[str, int]
 
 
@@ -205,7 +201,7 @@ class Watch:
             port = listening.getsockname()[1]
             self._server = _in_thread(asyncio.start_server(self._answer, sock=listening)).result()
             atexit.register(self.mark, "shutdown")  # after Horovod's own entry, and so called before it
-        return Peer(socket.gethostname(), os.getpid(), (address, port))
+        return Peer(socket.gethostname(), (address, port))
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a question: this rank's status. Asked for its stacks it also writes them."""
@@ -213,37 +209,22 @@ class Watch:
             what, by = (await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)).decode().split()
             if what == "stacks":
                 self._save_stacks()
-            elif what == "look" and int(by) < self.rank:
+            elif int(by) < self.rank:
                 self._next_look = time.monotonic() + DEFERENCE
             writer.write(json.dumps(self._status()).encode() + b"\n")
             await writer.drain()
 
-    async def _ask_all(self, question: str, ranks: Collection[int]) -> tuple[list[Status], dict[int, str]]:
-        """Ask other ranks at once: the answers, and the reasons where there is none."""
-        others = [rank for rank in ranks if rank != self.rank]
-        found = await asyncio.gather(*(self._ask(self.peers[rank], question) for rank in others))
-        absent = {rank: answer for rank, answer in zip(others, found, strict=True) if isinstance(answer, str)}
-        return [answer for answer in found if isinstance(answer, Status)], absent
-
     async def _ask(self, peer: Peer, question: str) -> Status | str:
         """A rank's answer, or why there is none."""
+        why = UNREACHABLE
         try:
             reader, writer = await asyncio.wait_for(asyncio.open_connection(*peer.address), ANSWER_SECONDS)
-        except FAILURES as failure:
-            return GONE if isinstance(failure, ConnectionRefusedError) else UNREACHABLE
-        try:
+            why = SILENT  # the kernel accepts connections of a stopped process
             with contextlib.closing(writer):
                 writer.write(f"{question} {self.rank}\n".encode())
-                said = await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)
-                return Status(*json.loads(said)) if said else GONE
+                return Status(*json.loads(await asyncio.wait_for(reader.readline(), ANSWER_SECONDS)))
         except FAILURES as failure:
-            if isinstance(failure, ConnectionError):
-                return GONE
-            # The kernel accepts connections of a stopped process.
-            with contextlib.suppress(psutil.Error):
-                is_here = peer.address[0] == self.peers[self.rank].address[0]  # cloned hosts may share a name
-                return f"{SILENT}; its process: {psutil.Process(peer.pid).status()}" if is_here else SILENT
-            return GONE
+            return GONE if isinstance(failure, (ConnectionError, ValueError, TypeError)) else why
 
     def _status(self) -> Status:
         frame, waits = sys._current_frames().get(self._main), self._phase.startswith("step") and self.waits_in_step()
@@ -262,8 +243,8 @@ class Watch:
             if now - seen > GAP:
                 self._since += now - seen
             limit = self._limit(self._phase) * (1 if self.peers else PATIENCE)
-            lead = (TICK + min(self.rank, 10) * LEAD) * (self.rank > 0)
-            if self._phase != IDLE and self._idle > limit + lead and now > self._next_look:
+            # One rank asks first, rank 0 if it can: its lines are those of the job.
+            if self._phase != IDLE and self._idle > limit + tick * min(self.rank, 10) and now > self._next_look:
                 await self._look(limit)
                 self._next_look = max(self._next_look, time.monotonic() + BETWEEN_LOOKS)
             seen = time.monotonic()
@@ -273,20 +254,22 @@ class Watch:
     async def _look(self, limit: float) -> None:
         """No progress for this long: find out why, and end the run if it cannot go on."""
         position = self._position
-        statuses, absent = await self._ask_all("look", range(len(self.peers)))
-        if absent:  # again: an answer may be late on a busy machine
-            late, absent = await self._ask_all("look", absent)
-            statuses += late
-        if self._phase == "shutdown":  # a rank whose process has ended is not lost
-            absent = {rank: reason for rank, reason in absent.items() if reason != GONE}
+        others = [rank for rank in range(len(self.peers)) if rank != self.rank]
+        answers = await asyncio.gather(*(self._ask(self.peers[rank], "look") for rank in others))
+        statuses = [answer for answer in answers if isinstance(answer, Status)]
+        absent = {
+            rank: (self.peers[rank].host, answer)
+            for rank, answer in zip(others, answers, strict=True)
+            # At the end a rank whose process has ended is not lost.
+            if isinstance(answer, str) and (self._phase != "shutdown" or answer != GONE)
+        }
         if self._position != position or self._phase == "shutdown" and not absent:
             return
-        hosts = {rank: (self.peers[rank].host, reason) for rank, reason in absent.items()}
-        if (lost := judge([self._status(), *statuses], hosts, limit)) is None:
+        if (lost := judge([self._status(), *statuses], absent, limit)) is None:
             return
         # Save stacks, name the ranks that are lost, and end this process, and so the job.
         self._save_stacks()
-        await self._ask_all("stacks", [status.rank for status in statuses])
+        await asyncio.gather(*(self._ask(self.peers[status.rank], "stacks") for status in statuses))
         ending = f"the run ends (exit code {STALLED}); stacks of all ranks that answer: {self._stacks or 'above'}"
         complain(f"no progress for {limit:.0f} s; {ending}")
         for s, why in lost:  # last: the launcher keeps the last line of each start

@@ -18,7 +18,7 @@ ONE = RankFacts(
     kind="x86_64",
     kernels="TensorFlow's",
     precision="float32",
-    peer=Peer("a", 1, ("127.0.0.1", 1)),
+    peer=Peer("a", ("127.0.0.1", 1)),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections import deque
 from typing import Any
@@ -80,8 +79,7 @@ def test_a_line_names_a_rank_and_is_read() -> None:
 def test_who_is_silent_or_gone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.3)
     watch = Watch(0)
-    watch.peers = [Peer("a", os.getpid(), ("192.0.2.1", 1))]
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, as the kernel does for a stopped process
-        other = Peer("b", 1, server.getsockname())
+        other = Peer("b", server.getsockname())
         assert asyncio.run(watch._ask(other, "look")) == SILENT
     assert asyncio.run(watch._ask(other, "look")) == GONE
