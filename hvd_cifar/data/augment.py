@@ -42,8 +42,8 @@ class Transforms(NamedTuple):
         train: (images, draws) -> floats; draws are float32 [b, 6]: five uniform in [0, 1), and a sixth that is 0 or 1,
             in each epoch the other one than in the epoch before.
         test: images -> floats.
-        portable: the same as `test` by `keras.ops`, for `export`: symbolic tensors float32 [b, height, width, channels]
-            of whole numbers -> [b, *shape]. None: nets that are trained with these transforms cannot be exported.
+        portable: the same as `test` by `keras.ops`, for `export`: tensors float32 [b, height, width, channels] of whole
+            numbers -> [b, *shape]. None: nets that are trained with these transforms cannot be exported.
         crops: whether `train` gets a random part of each image where `--image-size` scales images of many sizes
             (`pictures.crop_boxes`), not the middle.
     """

@@ -91,6 +91,13 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
         layer.adapt(seen)
 
 
+def finish_all(model: keras.Model) -> None:
+    """Have all layers of a model that prepare numbers from their weights, as Normalization, do it again."""
+    for layer in model._flatten_layers():
+        if callable(getattr(layer, "finalize_state", None)):
+            layer.finalize_state()
+
+
 def _is_first(layer: keras.layers.Layer, model: keras.Model) -> bool:
     """Whether a layer gets the images of a model; False where the model's graph does not show it."""
     try:

@@ -20,6 +20,8 @@ class QuickConv2D(keras.layers.Conv2D):
     - `kernels.side_by_side`: the gradients of other bfloat16 kernels, on small images.
     """
 
+    plain = False  # whether it is Keras's alone, so that every program can load the net
+
     def call(self, images: Any) -> Any:
         """[b, h, w, c] -> [b, h, w, filters]."""
         convolve = self._kernel_for(images)
@@ -31,10 +33,10 @@ class QuickConv2D(keras.layers.Conv2D):
         return self.activation(outputs)
 
     def _kernel_for(self, images: Any) -> Callable[[Any, Any], Any] | None:
-        plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
+        simple = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
         same = self.padding == "same" and self.data_format == "channels_last"
         is_changed = type(self).convolution_op is not keras.layers.Conv2D.convolution_op  # by a subclass
-        if not (plain and same and self.kernel_size in ((3, 3), (5, 5))) or is_changed:
+        if self.plain or not (simple and same and self.kernel_size in ((3, 3), (5, 5))) or is_changed:
             return None
         if tf.config.list_logical_devices("GPU"):
             return None

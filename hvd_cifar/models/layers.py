@@ -1,7 +1,4 @@
-"""Layers that are faster or steadier than Keras's own; XLA compiles some into one pass forward and one backward.
-
-What a layer's `portable` makes is the same by Keras's layers or `keras.ops`; see `models.portable`.
-"""
+"""Layers that are faster or steadier than Keras's own; XLA compiles some into one pass forward and one backward."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
-
-from hvd_cifar.models.portable import twin_of
 
 _compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
 
@@ -47,6 +42,7 @@ class OwnLayer(keras.layers.Layer):
     """A layer whose output has the shape of its input, unless it says otherwise."""
 
     SETTINGS: ClassVar[tuple[str, ...]] = ()  # the constructor's arguments, which are attributes, as Keras saves them
+    plain = False  # whether TensorFlow computes it without XLA, so that every program can load the net
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         """Keras asks for it while it builds a model."""
@@ -66,11 +62,7 @@ class QuickGelu(OwnLayer):
 
     def call(self, inputs: Any) -> Any:
         """Any shape -> the same shape and type."""
-        return _gelu(inputs)
-
-    def portable(self, inputs: Any) -> Any:
-        """The same by `keras.ops`."""
-        return inputs * keras.ops.sigmoid(1.702 * inputs)
+        return _gelu_forward.python_function(inputs) if self.plain else _gelu(inputs)
 
 
 # sigmoid(1.702 x) = (1 + tanh(0.851 x)) / 2, which XLA computes faster. The gradient is written out and recomputes the
@@ -121,12 +113,6 @@ class QuickRelu(OwnLayer):
         """The shape of one term, once for each copy."""
         one = input_shape[0] if isinstance(input_shape[0], (list, tuple)) else input_shape
         return (one,) * self.copies if self.copies > 1 else one
-
-    def portable(self, inputs: Any) -> Any:
-        """The same by `keras.ops`."""
-        terms = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-        made = keras.ops.relu(functools.reduce(operator.add, terms))
-        return (made,) * self.copies if self.copies > 1 else made
 
 
 def _fused_relu(terms: tuple[Any, ...], copies: int) -> tuple[Any, ...]:
@@ -223,12 +209,6 @@ class FusedBatchNormalization(OwnLayer):
         scale = tf.convert_to_tensor(self.gamma) * tf.math.rsqrt(variance + self.epsilon)
         return (images - mean) * scale + tf.convert_to_tensor(self.beta)
 
-    def portable(self, images: Any) -> Any:
-        """The same by Keras's layer."""
-        used = [self.gamma] * self.scale + [self.beta, self.moving_mean, self.moving_variance]
-        values = [variable.numpy() for variable in used]
-        return twin_of(keras.layers.BatchNormalization, self, (images,), {}, values)[1]
-
 
 @keras.saving.register_keras_serializable("hvd_cifar")
 class LocalResponseNormalization(OwnLayer):
@@ -248,19 +228,14 @@ class LocalResponseNormalization(OwnLayer):
     def call(self, images: Any) -> Any:
         """[b, h, w, c] -> the same shape and type."""
         constants = (self.depth_radius, self.bias, self.alpha)
+        if self.plain:
+            return _response.python_function(images, *constants)
 
         @tf.custom_gradient
         def respond(x: Any) -> Any:
             return _response(x, *constants), lambda gradient: _response_gradient(x, gradient, *constants)
 
         return respond(images)
-
-    def portable(self, images: Any) -> Any:
-        """The same by `keras.ops`."""
-        places = np.arange(images.shape[-1])
-        near = np.abs(places[:, None] - places) <= self.depth_radius
-        sums = keras.ops.matmul(keras.ops.square(images), near.astype(np.float32))
-        return images * keras.ops.power(self.bias + self.alpha * sums, -0.75)
 
 
 # With s = bias + alpha * neighbours(x^2), y = x s^-3/4 has the gradient g s^-3/4 - 3/2 alpha x neighbours(g x s^-7/4).
@@ -330,9 +305,3 @@ class SteadyMaxPooling2D(OwnLayer):
         """Each pixel's place in its window, in reading order: [h, w, 1]."""
         height, width = (self.size or side for side in sides)
         return (np.arange(sides[0])[:, None] % height * width + np.arange(sides[1]) % width)[..., None]
-
-    def portable(self, images: Any) -> Any:
-        """The same by `keras.ops`."""
-        if self.compute_dtype == "float32":
-            images = images - (TIE[tf.float32] * self._lowering(images.shape[1:3])).astype(np.float32)
-        return keras.ops.max_pool(images, self.size) if self.size else keras.ops.max(images, axis=(1, 2))

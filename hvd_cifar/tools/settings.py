@@ -18,7 +18,7 @@ class _OneRunSettings(RunSettings):
 
 
 class ExportSettings(_OneRunSettings):
-    """Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."""
+    """Write a trained net as a SavedModel, which TensorFlow loads without this package."""
 
     to: fields.LocalPath
     """Folder to write; it must not exist, or be empty."""

@@ -20,7 +20,7 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
-from hvd_cifar.models.portable import finish_all
+from hvd_cifar.models import finish_all
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment

@@ -20,7 +20,7 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import complain, replace_text
-from hvd_cifar.models.portable import finish_all
+from hvd_cifar.models import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal

@@ -46,10 +46,11 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
     assert len(lines) == 1 + COUNT // 4
     _launch("export", "run", "--to", "exported", cwd=tmp_path)
     import keras
+    import tensorflow as tf
 
     from hvd_cifar.data.pictures import decode
 
-    exported = keras.saving.load_model(tmp_path / "exported" / "model.keras")
+    exported = tf.saved_model.load(str(tmp_path / "exported" / "saved_model")).serve
     plain = next(line for line in lines if line["image"].endswith("palette.png") or line["image"].endswith(".gif"))
     found = exported(decode(Path(plain["image"]), 3)[None])["probabilities"].numpy()[0]
     told = {part["class"]: part["probability"] for part in plain["classes"]}
