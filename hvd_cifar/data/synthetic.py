@@ -2,11 +2,9 @@
 
 It replaces CIFAR-10 where there is no network. Every image shows one figure (a disc, a ring, a square, ...) of random
 place, size, proportions, tilt and colour, lighter than its background, with strokes of other colours behind and across
-it, and noise. The class is the kind of figure:
-
-All kinds cover the same area and have the same colours, so neither mean nor colour tells them apart. The usual
-augmentations keep the class. The tutorial net reaches a test accuracy of 96% in three epochs (`python -m hvd_cifar
-train --dataset synthetic --model tutorial --global-batch-size 256 --epochs 3`).
+it, and noise. The class is the kind of figure. All kinds cover the same area and have the same colours, so neither mean
+nor colour tells them apart. The usual augmentations keep the class. The tutorial net reaches a test accuracy of 96% in
+three epochs (`python -m hvd_cifar train --dataset synthetic --model tutorial --global-batch-size 256 --epochs 3`).
 """
 
 from __future__ import annotations
