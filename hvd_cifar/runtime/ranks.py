@@ -28,8 +28,6 @@ class RankFacts:
 
     host: str
     first: int  # rank of its host; cloned hosts may share a name
-    local_rank: int
-    device: str  # TensorFlow's name of the one that it sees
     threads: int  # of TensorFlow's pool; 0 on a GPU
     processor: str  # the name of its GPU or CPU
     rounding: str  # what else decides how libraries divide sums on it: a CPU's cache and vector instructions
@@ -56,8 +54,7 @@ def _facts_of(world: World, peer: Peer) -> RankFacts:
         kind, kernels = platform.machine(), compiled.about()
         is_fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
     precision: Precision = "mixed_bfloat16" if is_fast else "float32"
-    place = (world.host, world.first, world.local_rank, world.device, world.threads)
-    return RankFacts(*place, processor, rounding, kind, kernels, precision, peer)
+    return RankFacts(world.host, world.first, world.threads, processor, rounding, kind, kernels, precision, peer)
 
 
 def gather(world: World, watch: Watch) -> tuple[RankFacts, ...]:

@@ -16,7 +16,7 @@ def _sessions() -> list[Any]:
     watch = Watch(60)
     with session(threads=1 + int(os.environ["OMPI_COMM_WORLD_RANK"]), watch=watch) as world:
         known = [repr(facts) for facts in world.ranks]
-        places = [(facts.host == world.host, facts.local_rank, facts.threads) for facts in world.ranks]
+        places = [(facts.host == world.host, facts.first, facts.threads) for facts in world.ranks]
         joined = watch.peers
     return [known, places, joined]
 
@@ -25,5 +25,5 @@ def test_facts_are_the_same_on_all_ranks_and_watchdogs_know_each_other() -> None
     found = run_ranks(_sessions, 2, fresh=True)
     assert found[0][0] == found[1][0] and len(found[0][0]) == 2
     for _, places, joined in found:
-        assert places == [[True, 0, 1], [True, 1, 2]]
+        assert places == [[True, 0, 1], [True, 0, 2]]
         assert len(joined) == 2

@@ -10,8 +10,6 @@ from hvd_cifar.runtime.watch import Peer
 ONE = RankFacts(
     host="a",
     first=0,
-    local_rank=0,
-    device="/CPU:0",
     threads=2,
     processor="EPYC",
     rounding="1024 KB avx2",
@@ -34,5 +32,5 @@ def test_unlike_hosts_are_named_each_once_in_the_order_of_the_ranks() -> None:
 def test_processors_of_one_name_may_differ() -> None:
     assert unlike_hardware([ONE, ONE]) == ""
     assert unlike_hardware([ONE, replace(ONE, rounding="512 KB avx2")]) == "processors of the same name differ"
-    gpu = replace(ONE, host="b", kind="GPU", device="/GPU:0", threads=0, processor="H100", rounding="")
+    gpu = replace(ONE, host="b", kind="GPU", threads=0, processor="H100", rounding="")
     assert unlike_hardware([ONE, gpu]) == "2 threads of EPYC on a; H100 on b"
