@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hvd_cifar.data.dataset import Dataset, Examples, FileImages, channel_statistics
-from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, have_made, searched
+from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, access, have_made
 from hvd_cifar.errors import UserError
 
 SIDE = 32  # pixels
@@ -63,7 +63,7 @@ class Layout:
         A set that lacks some files is damaged, not absent: `check` refuses it. Only CIFAR's files may be in `data_dir`
         itself: the synthetic set's have the same names. Raises UserError where a folder cannot be searched.
         """
-        with searched(data_dir):
+        with access("read", data_dir):
             for folder in (data_dir / self.folder,) if self.draw else (data_dir, data_dir / self.folder):
                 if any((folder / name).is_file() for name in self.files):
                     return folder

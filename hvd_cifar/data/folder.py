@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from hvd_cifar.data.dataset import Dataset, Examples, FileImages, Selected, channel_statistics
-from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, digest_of, have_made, searched
+from hvd_cifar.data.host_files import NOBODY, Onlooker, Progress, access, digest_of, have_made
 from hvd_cifar.data.pictures import (
     EXTENSIONS,
     Head,
@@ -203,7 +203,7 @@ class Folder:
 
     def locate(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path | None:
         """The folder of the cache, made if need be; None where there are no images. Raises UserError as `prepare`."""
-        with searched(self.path):
+        with access("read", self.path):
             return self.prepare(data_dir, onlooker) if self.path.is_dir() else None
 
     def prepare(self, data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
@@ -211,7 +211,7 @@ class Folder:
 
         Raises UserError where an image is unreadable or of another size, or a folder cannot be read or written.
         """
-        with searched(self.path):
+        with access("read", self.path):
             listing = list_images(self.path)
             for note in listing.notes:
                 onlooker.is_warned(f"note: --dataset {self.name}: {note}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -70,11 +70,11 @@ def have_made(
 ) -> None:
     """Make the folder `place` unless it is there, whole or not at all. Processes may call this together: one makes it.
 
-    `make` makes it within an empty folder, and returns where. Raises UserError as `written`, and of `make`.
+    `make` makes it within an empty folder, and returns where. Raises UserError as `access`, and of `make`.
     """
     if is_there(place):
         return
-    with written(place.parent):
+    with access("write", place.parent):
         place.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.parent / LOCK)  # the system releases it where its process dies
         while not lock.is_locked:
@@ -95,25 +95,14 @@ def have_made(
 
 
 @contextmanager
-def searched(folder: Path) -> Iterator[None]:
-    """Look for files in a folder. Raises UserError where one cannot be read (permission, too long a name, ...)."""
-    with _refused("read", folder, "allow reading there, or name another folder with --data-dir or --dataset"):
-        yield
-
-
-@contextmanager
-def written(folder: Path) -> Iterator[None]:
-    """Write files in a folder. Raises UserError where one cannot be made or written (permission, no space, ...)."""
-    with _refused("write", folder, "free space, allow writing there, or name another folder with --data-dir"):
-        yield
-
-
-@contextmanager
-def _refused(verb: str, folder: Path, remedy: str) -> Iterator[None]:
+def access(verb: Literal["read", "write"], folder: Path) -> Iterator[None]:
+    """Read or write files in a folder. Raises UserError where that fails (permission, no space, a long name, ...)."""
     try:
         yield
     except OSError as error:
         where, why = error.filename or folder, error.strerror or error
+        remedy = "allow reading there" if verb == "read" else "free space, or allow writing there"
+        remedy += ", or name another folder with --data-dir or --dataset"
         raise UserError(f"cannot {verb} {where}: {why}: {remedy}") from error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from hvd_cifar import fields
 from hvd_cifar.config import DataSettings
 from hvd_cifar.data.dataset import UNNAMED, Dataset
-from hvd_cifar.data.host_files import Onlooker, digest_of, searched, written
+from hvd_cifar.data.host_files import Onlooker, access, digest_of
 from hvd_cifar.data.source import prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
@@ -124,7 +124,7 @@ def _send(origin: Path, digests: Digests, received: Path | None) -> None:
 
 
 def _read(path: Path, start: int) -> bytes:
-    with searched(path.parent), open(path, "rb") as file:
+    with access("read", path.parent), open(path, "rb") as file:
         file.seek(start)
         return file.read(BLOCK_BYTES)
 
@@ -134,7 +134,7 @@ def _receive(folder: Path | None, name: str, digest: str, start: int, block: byt
     if folder is None:
         return
     part = folder / f"{name}{PART}"
-    with written(folder):
+    with access("write", folder):
         if block:
             folder.mkdir(parents=True, exist_ok=True)
             with open(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
