@@ -41,11 +41,7 @@ def check_cuda() -> None:
     import tensorflow as tf
 
     library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_framework.so.2"))
-    try:
-        unopened = [name for name in CUDA_LIBRARIES if not opens(name, library)]
-    except AttributeError as missing:
-        sys.exit(f"error: TensorFlow is {tf.__version__}, which has no function {missing}: install 2.21")
-    if unopened:
+    if unopened := [name for name in CUDA_LIBRARIES if not opens(name, library)]:
         sys.exit("error: TensorFlow cannot open these libraries, and would use no GPU: " + ", ".join(unopened))
     print("TensorFlow opens all of CUDA's libraries")
 

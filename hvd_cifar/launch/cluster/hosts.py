@@ -13,7 +13,6 @@ from pathlib import Path
 from hvd_cifar.errors import UserError, shown
 
 MOST_RANKS_BY_DEFAULT = 8
-MOST_BYTES = 1 << 24  # that are read of a hostfile: it may be a device without an end
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     """
     where = f"--hostfile {path}"
     try:
-        with path.open("rb") as file:
-            lines = file.read(MOST_BYTES).decode("utf-8-sig").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(f"{where}: {reason}; give a file with a line NAME slots=N for each host") from None

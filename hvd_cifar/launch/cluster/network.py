@@ -78,8 +78,7 @@ class Program:
         if code == LATE:
             return f"{self.host} does not answer within {self._seconds:g} s", f"what is it busy with? ssh {self.host}"
         if code == self.way.FAILED:
-            what, remedy = self.way.diagnose(self.host, complaint)
-            return what, remedy
+            return self.way.diagnose(self.host, complaint)
         what = f"{self.host} has no environment like this one ({shlex.quote(sys.executable)})"
         return what, "./run.sh setup --hostfile FILE makes it on every host"
 

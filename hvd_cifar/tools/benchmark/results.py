@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import statistics
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -15,7 +14,6 @@ from typing import Any
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import provenance, terminal
-from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.world import World, versions
 
 Result = dict[str, Any]
@@ -36,15 +34,14 @@ def shown(found: Result, digits: int, factor: float = 1.0) -> str:
 
 
 def facts(world: World) -> Result:
-    """Where and when this job measures: versions, ranks, hosts by rank, rank 0's GPU or CPU, and cores."""
-    gpu = re.search(r"^GPU \d+: (.*?) \(UUID", devices.list_gpus(), re.MULTILINE) if "GPU" in world.device else None
+    """Where and when this job measures: versions, ranks, hosts by rank, this rank's GPU or CPU, and cores."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": provenance.command(),
         "git_commit": provenance.git_commit() if world.is_root else None,
         "versions": versions(),
         "ranks": world.describe(),
-        "processor": gpu[1] if gpu else devices.processor(Path("/proc/cpuinfo"))[0],
+        "processor": world.ranks[world.rank].processor,
         "cores": len(os.sched_getaffinity(0)),
         "hosts": [rank.host for rank in world.ranks],
     }

@@ -3,6 +3,7 @@
 It ends when its input is closed. The package that it imports is the one that the host's ranks would run.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,10 +31,8 @@ def versions() -> "dict[str, str]":
     """Of Python, and of packages that are installed."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import jinja2
@@ -87,11 +88,8 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """A time as 90.0 s or 1:02:03."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(min(seconds, 1e12)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+    """A time as 90.0 s, 1:02:03 or 1 day, 1:02:03."""
+    return f"{seconds:.1f} s" if seconds < 120 else str(timedelta(seconds=round(min(seconds, 1e12))))
 
 
 def results(run: RunFiles) -> dict[str, float | None]:
