@@ -153,8 +153,12 @@ def command(request: Request, mpirun: str, environ: Mapping[str, str], network: 
     words += ["--allow-run-as-root"] if os.geteuid() == 0 else []  # mpirun refuses root without it
     # As horovodrun: no binding, since TensorFlow's threads need all cores.
     words += ["-bind-to", "none", "-map-by", "slot"]
-    # A variable of the user's, such as OMPI_MCA_pml=ucx, takes precedence.
-    parameters = {name: value for name, value in TRANSPORT.items() if f"OMPI_MCA_{name}" not in environ}
+
+    def unless_set(parameters: Mapping[str, str]) -> dict[str, str]:
+        """Variables of the user's, such as OMPI_MCA_pml=ucx, take precedence."""
+        return {name: value for name, value in parameters.items() if f"OMPI_MCA_{name}" not in environ}
+
+    parameters = unless_set(TRANSPORT)
     if request.settings.allreduce == "ring":
         parameters |= RING_PARAMETERS
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
@@ -164,7 +168,8 @@ def command(request: Request, mpirun: str, environ: Mapping[str, str], network: 
         # alone as a request to stop, for which they would need the lost rank.
         parameters["odls_base_sigkill_timeout"] = "0"
     if network is not None:
-        parameters |= _of_other_hosts(network, KEEPALIVE_ELASTIC if request.settings.elastic else KEEPALIVE)
+        keepalive = KEEPALIVE_ELASTIC if request.settings.elastic else KEEPALIVE
+        parameters |= unless_set(_of_other_hosts(network, keepalive))
         words += [word for name in sorted(environ) if _is_exported(name, environ[name]) for word in ("-x", name)]
         if "NCCL_SOCKET_IFNAME" not in environ:
             # The second = is part of the value: NCCL then takes the names as exact, not as prefixes.

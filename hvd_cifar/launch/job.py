@@ -148,7 +148,7 @@ class Job:
         launch = Launch(self._began, len(self._ends), self._ends[-ENDS_TOLD:])
 
         def prepare() -> None:
-            # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
+            # mpirun kills its ranks 1 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
             # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
             # children, and SIGINT ends it as SIGTERM would.
             if self.can_stop:

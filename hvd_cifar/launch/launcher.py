@@ -1,6 +1,6 @@
 """From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] COMMAND [OPTIONS]`.
 
-The command line is checked here once, before any rank starts. A single rank runs directly; several run under mpirun.
+The command line is checked here once, before any rank starts. Ranks run under mpirun.
 Other hosts need an ssh server, and the environment at the same path. In a Slurm allocation the hosts are its nodes, and
 Slurm instead of ssh starts mpirun's daemons. `cluster.network` finds the network between the hosts. The user sees the
 output of the ranks without tags and banners, and gets the job's exit code. This process does not import TensorFlow,

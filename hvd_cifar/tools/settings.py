@@ -57,7 +57,7 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     """Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums."""
 
     max_bytes: ByteSize = Field(ByteSize(2**28), ge=4)
-    """Largest message; K, M, G are powers of 1024."""
+    """Largest message, such as 16MiB."""
     factor: int = Field(2, ge=2, le=2**40)
     """Ratio of each size to the one before."""
 

@@ -36,7 +36,8 @@ def configuration() -> str:
     parts = [
         "# Configuration reference\n",
         NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),
-        "`./run.sh COMMAND --help` prints the options of a command. Every command takes `--config FILE`. A setting's "
+        "`./run.sh COMMAND --help` prints the options of a command, of `train` those that most people need "
+        "(`--help-all`: all). Every command takes `--config FILE`. A setting's "
         "name in this file and in `hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` "
         'is `global_batch_size`, and `--set ema_decay=0` is `set={"ema_decay": 0}`. Options take precedence over the '
         "file. Tables begin with what most people need, and go on by name. Variables of the environment are on a [page "
