@@ -34,16 +34,6 @@ class Preempted(SystemExit):
         super().__init__(RESUME)
 
 
-class Diverged(TrainingError):
-    """The loss or a weight is not finite. Under --on-nan rollback the run returns to a checkpoint."""
-
-    crosses_ranks = True
-
-    def __init__(self, message: str, weights_step: int | None = None) -> None:
-        super().__init__(message)
-        self.weights_step = weights_step  # the step whose weights gave the loss; None: unknown
-
-
 def reason_of(failure: BaseException) -> str:
     """Why a library or the system failed, in one line. Removes the operation and path that TensorFlow puts first."""
     text = getattr(failure, "strerror", None) or getattr(failure, "message", None) or str(failure)

@@ -32,7 +32,6 @@ ORDER = (
     "EVALUATE",
     "confusion",
     "SAVE",
-    "bad_numbers",  # a rollback's first checkpoint comes after an evaluation that was put off
     "remote_evaluation",  # waits for its last results: by then the last step is saved
     "best_weights",
     "stragglers",

@@ -54,9 +54,6 @@ class BestWeights(Callback):
             with run.files_may_fail(f"the best weights, of step {evaluation.step}, are not kept"):
                 self._keep(run, evaluation)
 
-    def on_rollback(self, run: Run) -> None:
-        self.on_start(run)
-
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.best:
             accuracy = {f"{run.watched}_accuracy": self.best.plain_accuracy}

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.fields import MOST_STEPS
 from hvd_cifar.runtime.shared_memory import NONE, TwoVersions, own_folder, versions_in
 from hvd_cifar.training.callbacks import Callback, Run
 
@@ -67,7 +66,7 @@ class ElasticCopies(Callback):
         self._copies = run.ranks.on_every_rank(lambda: TwoVersions(folder, size) if is_first else None)
         newest = run.ranks.all_gather_object(max(versions_in(folder), default=NONE) if self._copies else NONE)
         found = max(newest)
-        if found <= self._version(run):
+        if found <= int(run.state.step.numpy()):
             return None
         root = newest.index(found)
         if self._copies and run.world.rank == root:
@@ -78,12 +77,4 @@ class ElasticCopies(Callback):
     def on_step(self, run: Run) -> None:
         run.tell("before_save")
         if self._copies:
-            self._copies.write(self._version(run), self._values.pieces())
-
-    def on_rollback(self, run: Run) -> None:
-        if self._copies:
-            self._copies.clear()  # they are of discarded steps
-
-    def _version(self, run: Run) -> int:
-        """A number that grows with each step, and with each rollback even though its step is an earlier one."""
-        return int(run.state.rollbacks.numpy()) * (MOST_STEPS + 1) + int(run.state.step.numpy())
+            self._copies.write(run.step, self._values.pieces())

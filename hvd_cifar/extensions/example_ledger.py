@@ -39,9 +39,5 @@ class ExampleLedger(Callback):
             run.reporter.append_line(FILE, {"step": step, "ranks": [used[i][1] for used in by_rank]})
         self.used.clear()
 
-    def on_rollback(self, run: Run) -> None:
-        self.used.clear()
-        self.on_start(run)
-
     def before_checkpoint(self, run: Run) -> None:
         self.on_log(run)

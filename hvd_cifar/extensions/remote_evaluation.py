@@ -119,9 +119,6 @@ class RemoteEvaluation(Callback):
         if time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
             self._look(run)
 
-    def on_rollback(self, run: Run) -> None:
-        self._forget(run)
-
     def on_end(self, run: Run) -> None:
         """Wait for the last result. The training ranks evaluate the last step themselves."""
         run.progress.check_losses()

@@ -48,9 +48,6 @@ class Stragglers(Callback):
         self.step, self.seconds = run.step, run.progress.clock.seconds
         run.progress.waits.take()
 
-    def on_rollback(self, run: Run) -> None:
-        self.on_start(run)  # the times so far are of steps that the run makes again
-
     def on_step(self, run: Run) -> None:
         if run.is_due(EVERY):
             self._gather(run)

@@ -262,8 +262,5 @@ class ElasticRun:
         return set(others)
 
     def _newest_step(self) -> int:
-        """The newest step that this host knows of, from its copy of the state or from metrics.jsonl; -1: there is none.
-
-        A copy's number is larger after a rollback (`extensions.elastic_copies`).
-        """
+        """The newest step that this host knows of, from its copy or from metrics.jsonl; -1: there is none."""
         return max([*versions_in(self.folder), last_step(self.request.run_dir) or NONE])

@@ -43,7 +43,6 @@ class Reporter:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
-        self.last_train, self.evaluated, self.missed = {}, defaultdict(set), set()
         self.resume_file(METRICS, first_step, self._remember)
         folder = self.run_dir / "tensorboard"
         with _writing(folder):
@@ -88,11 +87,6 @@ class Reporter:
         if self.run_dir is not None:
             self._remember({"event": event, **values})
             self.append_line(METRICS, {"event": event, **values})
-
-    def go_back(self, step: int) -> None:
-        """Remove entries after an earlier step, from which the run goes on. Raises as `catch_up`."""
-        self.catch_up()
-        self.open(step)
 
     def begin_session(self, **launch: Any) -> None:
         """Begin to mark what happens and where the time goes. `launch`: values of that mark (`sessions`)."""

@@ -5,8 +5,7 @@ Marks are objects with "mark" and "time" (Unix time, seconds):
 
 launch: the session's ranks are being started. "began", "restarts", "ends": of `environment.Launch`; "ranks"; "elastic".
 start: the first step follows. "step": finished ones.
-evaluation, checkpoints, restart: work other than steps ends; it began at "began". "step": finished ones.
-rollback: the run goes on from the checkpoint of an earlier "step".
+evaluation, checkpoints: work other than steps ends; it began at "began". "step": finished ones.
 warning: "text", as the user saw it, after "step".
 end: the session ends after "step". "how": complete, stopped (at a request), or failed, and then "why".
 lost: the last sign of life of the session before, which was killed after it logged "step". The next one writes it.
@@ -28,13 +27,13 @@ SESSIONS = "sessions.jsonl"
 STEPS, REPEATED = "useful_steps", "repeated_steps"
 KINDS = (
     STEPS,
-    REPEATED,  # steps, also incomplete ones, that a restart or a rollback lost
+    REPEATED,  # steps, also incomplete ones, that a restart lost
     "evaluation",
     "checkpoints",
     "set_up",  # from the launcher's start to the first step
-    "restart",  # from rank 0's last sign of life, or a new launcher's start, to the first step; and in a rollback
+    "restart",  # from rank 0's last sign of life, or a new launcher's start, to the first step
 )
-SPANS = ("evaluation", "checkpoints", "restart")
+SPANS = ("evaluation", "checkpoints")
 
 Mark = dict[str, Any]
 
@@ -111,7 +110,7 @@ def intervals(marks: Iterable[Mark]) -> list[tuple[str, float, float]]:
         parts.append(_Part(kind, at, end, first, step, name == "lost"))
         if name in SPANS:
             parts.append(_Part(name, end, time, step, step))
-        elif name in ("start", "rollback"):
+        elif name == "start":
             for part in parts:
                 if part.kind == STEPS and not part.is_kept(step):
                     part.kind = REPEATED
@@ -126,7 +125,7 @@ def intervals(marks: Iterable[Mark]) -> list[tuple[str, float, float]]:
 class Happening:
     """Something that happened at a Unix time."""
 
-    kind: Literal["start", "resume", "resize", "failure", "stop", "rollback", "warning", "end"]
+    kind: Literal["start", "resume", "resize", "failure", "stop", "warning", "end"]
     time: float
     text: str
 
@@ -157,8 +156,6 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
             else:
                 found.append(Happening("resume", time, f"the run goes on after step {step}{on}"))
             ranks = now
-        elif kind == "rollback":
-            found.append(Happening("rollback", time, f"rollback to step {step}"))
         elif kind == "warning":
             found.append(Happening("warning", time, printable(str(mark.get("text", "")))))
         elif kind == "end":

@@ -58,12 +58,6 @@ class TwoVersions:
                     "--shm-size, or leave --elastic out"
                 ) from None
 
-    def clear(self) -> None:
-        """Drop both versions."""
-        held = versions_in(self._folder)
-        for version, free in zip(held, FREE[-len(held) :], strict=False):
-            (self._folder / str(version)).rename(self._folder / free)
-
     def write(self, version: int, pieces: Iterable[NDArray[np.uint8]]) -> None:
         """Replace the older version by `pieces`, which make up all bytes."""
         held = versions_in(self._folder)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hvd_cifar.errors import Diverged, TrainingError, UserError, reason_of
+from hvd_cifar.errors import TrainingError, UserError, reason_of
 
 if TYPE_CHECKING:
     import keras
@@ -99,13 +99,6 @@ class Callback:
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
-
-    def on_diverged(self, run: Run, failure: Diverged) -> bool:
-        """The run has diverged, on all ranks alike. True: it goes on, as from a checkpoint."""
-        return False
-
-    def on_rollback(self, run: Run) -> None:
-        """After the run has returned to a checkpoint; `run.step` is the checkpoint's step."""
 
     def on_end(self, run: Run) -> None:
         """After the last step. For a user's callbacks the last evaluation is done and `run.summary` is complete."""
@@ -193,7 +186,7 @@ class Run:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last step."""
-        return self.schedule(max(0, self.step - 1)) * self.progress.rate_factor
+        return self.schedule(max(0, self.step - 1))
 
     @property
     def loss(self) -> float | None:
@@ -277,23 +270,6 @@ class Run:
             self.reporter.catch_up()
         except UserError as failure:
             raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
-        return path
-
-    def go_back(self, useless_step: int | None = None) -> Path | None:
-        """Return to the newest whole checkpoint; None where there is none. A collective.
-
-        The caller tells the callbacks by `on_rollback`, once it has changed what made it necessary. `useless_step`: of
-        the checkpoint whose weights are known to be useless, which is the last choice.
-        """
-        checkpoints = self.checkpoints
-        path = self.ranks.on_root(lambda: checkpoints.go_back(useless_step) if checkpoints else None)
-        if path is None:
-            return None
-        self.state.broadcast()
-        self.state.draw_apart(self.world.rank)
-        self.progress.go_back(int(self.state.step.numpy()))
-        self.state.mark_averaged(self.step)
-        self.ranks.on_root(lambda: self.reporter.go_back(self.step))
         return path
 
     def end_after_this_step(self, why: str) -> None:

@@ -20,12 +20,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
+from hvd_cifar.errors import DIVERGED, TrainingError, UserError, reason_of
 from hvd_cifar.files import complain, sync
 from hvd_cifar.training.state import TrainState
 
 KEPT = 5  # checkpoints of a run
 VALUES = "state.npz"
+GONE = "state/rollbacks/0"  # in older checkpoints; nothing reads it
 _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
@@ -155,13 +156,13 @@ class Checkpoints:
         """Write the current state. Keep the newest 5 checkpoints up to this step.
 
         Later checkpoints are removed. They must be damaged, since a run resumes from its newest whole checkpoint.
-        Diverged where a value is not finite: a step with a finite loss may still spoil the weights. UserError where it
-        cannot be written. Earlier checkpoints are kept.
+        TrainingError where a value is not finite: a step with a finite loss may still spoil the weights. UserError
+        where it cannot be written. Earlier checkpoints are kept.
         """
         step, values = int(self.state.step.numpy()), values_of(self.state)
         for name, variable in self.state.named().items():
             if id(variable) not in self._infinite and not np.isfinite(values[name]).all():
-                raise Diverged(
+                raise TrainingError(
                     f"{DIVERGED}: {variable.path} is not finite after step {step}; it was not saved; "
                     "lower --learning-rate or give --clip-norm"
                 )
@@ -173,27 +174,11 @@ class Checkpoints:
                 f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
                 f"{kept}; make room or give another --run-dir"
             ) from None
-        self._keep_up_to(path)
-        return path
-
-    def go_back(self, useless_step: int | None) -> Path | None:
-        """Restore the newest whole checkpoint, and remove later ones; None where there is none.
-
-        The checkpoint of `useless_step`, whose weights gave a loss that is not finite, is the last choice.
-        """
-        whole = [path for path in listed(self.folder) if damage(path) is None]
-        path = next((path for path in whole if path.name != f"step-{useless_step}"), whole[0] if whole else None)
-        if path is not None:
-            restore(self.state, path)
-            self._keep_up_to(path)
-        return path
-
-    def _keep_up_to(self, path: Path) -> None:
-        """Remove later checkpoints than `path`, and keep `KEPT` in all."""
         newest_first = listed(self.folder)
         own = newest_first.index(path)
         for other in (*newest_first[:own], *newest_first[own + KEPT :]):
             remove(other)
+        return path
 
 
 def values_of(state: TrainState) -> dict[str, NDArray[Any]]:
@@ -210,7 +195,7 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
 def restore(state: TrainState, path: Path, partial: bool = False) -> None:
     """Read a checkpoint that `find` has checked. UserError where it is of another model; no variable has changed.
 
-    Variables that callbacks have added get their initial values where the checkpoint lacks them.
+    Variables that callbacks have added keep their initial values where the checkpoint lacks them.
     `partial`: the checkpoint may hold more than this state, which is for evaluation.
     """
     try:
@@ -221,11 +206,10 @@ def restore(state: TrainState, path: Path, partial: bool = False) -> None:
         if name.startswith("state/") and (why := _misfit(variable, saved.get(name))):
             wrong.append(why)
     if not partial:
-        more = [name for name in saved if name.startswith("state/") and name not in variables]
+        more = [name for name in saved if name.startswith("state/") and name not in (*variables, GONE)]
         wrong += [f"it holds {name}, which this run has not" for name in more]
     if wrong:
         raise _unfit(path, wrong[0])
-    state.reset_additions()
     for name, variable in variables.items():
         if not _misfit(variable, saved.get(name)):
             variable.assign(saved[name].view(_type_of(variable)))

@@ -15,7 +15,7 @@ from tensorflow.python.framework.config import is_op_determinism_enabled  # no p
 
 from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
-from hvd_cifar.errors import DIVERGED, Diverged
+from hvd_cifar.errors import DIVERGED, TrainingError
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.training.callbacks import StepObserver
 
@@ -109,7 +109,6 @@ class Progress:
     Attributes:
         step: finished global steps; `first_step`: those of earlier processes.
         saved_step: of the newest checkpoint of this run; -1: none.
-        rate_factor: multiplies the schedule's learning rate; a callback may change it.
         stop_requested: by any rank: the run saves this step and stops.
         ends_early: why this step is the last one; the same on all ranks.
         fetches_each_step: whether each step's results are fetched before the next step.
@@ -125,27 +124,21 @@ class Progress:
         self.waits = WaitClock()
         self.own_flags = {"stop": 0.0, "save": 0.0, "seconds": 0.0}
         self.flags: dict[str, float] = defaultdict(float)
-        self.begin(0, -1)
-        self.rate_factor = 1.0
+        self.losses: Losses | None = None  # of the last step whose result was fetched
+        self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self.stop_requested = False
+        self.ends_early = ""
         self.fetches_each_step = False
+        self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
         self._seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self._looked = time.perf_counter()
+        self.begin(0, -1)
 
     def begin(self, first_step: int, saved_step: int) -> None:
         """Begin at a step, of which there is a checkpoint in this run, or `saved_step` is -1."""
-        self.go_back(first_step)
-        self.first_step, self.saved_step = first_step, saved_step
-        self._saved_at = time.monotonic()  # or the process begins its steps
-
-    def go_back(self, step: int) -> None:
-        """Continue from the checkpoint of an earlier step."""
-        self.step = self.saved_step = step
-        self.ends_early = ""
-        self.losses: Losses | None = None  # of the last step whose result was fetched
-        self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
-        self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
-        self._next_look = step + 1
+        self.step = self.first_step = first_step
+        self.saved_step, self._saved_at = saved_step, time.monotonic()  # or the process begins its steps
+        self._next_look = first_step + 1
 
     @property
     def loss(self) -> float | None:
@@ -186,7 +179,7 @@ class Progress:
     def check_losses(self) -> None:
         """Fetch the results of all steps since the last call. They are the same on all ranks.
 
-        Diverged at the first loss that is not finite.
+        TrainingError at the first loss that is not finite.
         """
         unseen, self._unseen = self._unseen, []
         for step, result in enumerate(unseen, start=self.step - len(unseen) + 1):
@@ -203,12 +196,12 @@ class Progress:
             now = time.perf_counter()
             self._seconds_per_step, self._looked = (now - self._looked) / len(unseen), now
 
-    def diverged(self, how: str, weights_step: int) -> Diverged:
+    def diverged(self, how: str, weights_step: int) -> TrainingError:
         """The error for a loss that is not finite. `how` names the loss; `weights_step` is the step of its weights."""
         kept = self.kept
         if weights_step == self.saved_step:
             kept += ", but its weights give this loss: go on from an earlier one"
-        return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
+        return TrainingError(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm")
 
     @property
     def kept(self) -> str:

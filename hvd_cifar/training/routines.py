@@ -30,9 +30,6 @@ class Logger(Callback):
     def on_start(self, run: Run) -> None:
         self.logged_step, self.logged_seconds, self.examples = run.step, run.progress.clock.seconds, 0
 
-    def on_rollback(self, run: Run) -> None:
-        self.on_start(run)
-
     def on_step(self, run: Run) -> None:
         self.examples += run.plan.examples_in_step(run.step - 1)
         if run.is_due(run.settings.log_every):
@@ -97,9 +94,6 @@ class Evaluator(Callback):
         if self._is_due(run):
             self.run_now(run, run.watched)
 
-    def on_rollback(self, run: Run) -> None:
-        self.newest.clear()  # they may be of later steps
-
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
         if run.watched != "test" and not self._is_newest(run, run.watched):
@@ -124,7 +118,7 @@ class Evaluator(Callback):
         return self.run_now(run, "test", many)
 
     def run_now(self, run: Run, part: str, six_views: bool = False) -> Evaluation:
-        """Evaluate on a part of the data set. A collective. Diverged where the loss is not finite."""
+        """Evaluate on a part of the data set. A collective. TrainingError where the loss is not finite."""
         run.progress.check_losses()  # before the clock pauses: the wait for the device belongs to the steps
         with run.aside("evaluation"):
             run.state.average(run.step)
@@ -198,7 +192,6 @@ class Summariser(Callback):
             "replicas_identical": len(set(digests)) == 1,
             "weights_sha256": digests[0],
             "weights_sha256_by_rank": digests,
-            "rollbacks": int(run.state.rollbacks.numpy()),
             "stopped_early": run.progress.ends_early or None,
             "evaluations_missing": sorted(run.reporter.missed),
             "versions": versions(),

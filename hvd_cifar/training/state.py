@@ -1,4 +1,4 @@
-"""`TrainState`: all variables of a run. Checkpoint, elastic copy, rollback and comparison use this list."""
+"""`TrainState`: all variables of a run. Checkpoint, elastic copy and comparison use this list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Part(NamedTuple):
     variables: Sequence[Any]
     kind: Kind
     is_core: bool
-    initial: Sequence[Any]  # values of variables that callbacks add
 
 
 class TrainState:
@@ -36,7 +35,6 @@ class TrainState:
         optimizer: None in a state for evaluation.
         step: finished global steps, when the state was last saved or copied.
         seconds: of training until then.
-        rollbacks: how often the run has gone back to a checkpoint.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any = None) -> None:
@@ -51,12 +49,9 @@ class TrainState:
         self.add("optimizer", optimizer.variables if optimizer else [], core=True)
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
-        self.rollbacks = self.number("rollbacks", 0, core=True)
 
     def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = False) -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.
-
-        A rollback takes back what has changed in them.
 
         Args:
             name: of the part, one for each caller.
@@ -70,7 +65,7 @@ class TrainState:
         """
         if name in self._parts:
             raise ValueError(f"the state has a part {name} already: give the variables another name")
-        self._parts[name] = Part(variables, kind, core, () if core else [v.numpy() for v in variables])
+        self._parts[name] = Part(variables, kind, core)
 
     def number(self, name: str, value: float, kind: Kind = "shared", core: bool = False) -> keras.Variable:
         """A new part of one number: int64 for an int, float64 for a float."""
@@ -142,9 +137,3 @@ class TrainState:
             for name, part in self._parts.items()
             for number, variable in enumerate(part.variables)
         }
-
-    def reset_additions(self) -> None:
-        """Give the variables that callbacks have added their initial values, before a checkpoint that may lack them."""
-        for part in self._parts.values():
-            for variable, value in zip(part.variables, part.initial, strict=False):  # parts of the core have none
-                variable.assign(value)

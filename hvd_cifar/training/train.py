@@ -19,7 +19,7 @@ from hvd_cifar import extensions
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_statistics
-from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
+from hvd_cifar.errors import RESUME, Preempted, UserError
 from hvd_cifar.models import finish_all
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting.metrics import Reporter
@@ -171,18 +171,10 @@ class Trainer:
         with self._open() as requests:
             run.tell("on_start")
             run.reporter.mark("start", step=run.step)
-            has_begun = False
-            while True:
-                try:
-                    if not has_begun:  # inside `try`: an evaluation that a stop has put off may find a bad loss
-                        run.tell("before_steps")
-                        has_begun = True
-                    self._make_steps(requests)
-                    run.tell("on_end")
-                    return dict(run.summary)
-                except Diverged as failure:  # raised on all ranks alike, since they have the same losses
-                    if not any(run.tell("on_diverged", failure)):
-                        raise
+            run.tell("before_steps")
+            self._make_steps(requests)
+            run.tell("on_end")
+            return dict(run.summary)
 
     def _make_steps(self, requests: StopRequests) -> None:
         run, progress = self.run, self.run.progress
@@ -198,9 +190,8 @@ class Trainer:
             asks_to_save = is_root and (run.reporter.is_behind or progress.save_is_due(run.settings.checkpoint_minutes))
             flags = progress.flags_to_send(requests.made, asks_to_save, is_root)
             count = tf.constant(run.plan.examples_in_step(run.step))
-            rate = run.schedule(run.step) * progress.rate_factor
             # Forward, loss, backward, all-reduce and update: step.py.
-            result = self.steps[side](micro_batches, count, rate, tf.constant(flags, tf.float32))
+            result = self.steps[side](micro_batches, count, run.schedule(run.step), tf.constant(flags, tf.float32))
             progress.add(micro_batches, result)  # `run.step` is this step's number from here on
             run.tell("on_step")
             run.reporter.beat()

@@ -48,9 +48,9 @@ def test_a_run_without_an_extension_s_file_ends_with_the_same_bits(tmp_path: Pat
 
 def test_the_options_of_an_extension_go_with_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = extensions.with_settings("Whole", RunOptions).model_fields
-    monkeypatch.setitem(__import__("sys").modules, "hvd_cifar.extensions.bad_numbers", None)
+    monkeypatch.setitem(__import__("sys").modules, "hvd_cifar.extensions.example_ledger", None)
     left = extensions.with_settings("Left", RunOptions).model_fields
-    assert set(whole) - set(left) == {"on_nan"} and set(left) < set(whole)
+    assert set(whole) - set(left) == {"record_examples"} and set(left) < set(whole)
 
 
 def test_an_extension_that_fails_is_not_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

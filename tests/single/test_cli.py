@@ -30,7 +30,7 @@ train | --seed 9223372036854775808 | --precision int8 | --gradient-accumulation 
 train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64KiB --overlap off | --virtual-shards 0
 train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --virtual-shards 4 --sync-batch-norm
 train | --virtual-shards 4 --compression fp16 | --virtual-shards 4 --no-deterministic | --check-sync-every -1
-train | --on-nan ignore | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
+train | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
 train | --checkpoint-every 0 | --grace-seconds 0
 train | --checkpoint-minutes -1 | --stall-seconds -1 | --eval-every -1 | --early-stopping 0
 train | --data-dir ~nobody-of-this-name/x | --resume '' | --run-dir ''

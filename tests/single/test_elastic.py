@@ -92,11 +92,8 @@ def test_the_older_version_is_replaced(tmp_path: Path) -> None:
     again = TwoVersions(tmp_path, 10)  # a later process
     assert sorted(versions_in(tmp_path)) == [5, 6]
     assert again.read(5).tolist() == [5] * 6 + [105] * 4
-    for step in (1, 2, 3):
-        again.clear()
-        for version in range(step):
-            again.write(version, [_bytes(version, 10)])
-        assert sorted(versions_in(tmp_path)) == [*range(step)][-2:] and len(list(tmp_path.iterdir())) == 2
+    again.write(7, [_bytes(7, 10)])
+    assert sorted(versions_in(tmp_path)) == [6, 7] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_run_that_goes_back_drops_what_comes_from_later_steps(run: Any) -> Non
     answer(run.run_dir, _found(20))
     remote._look(run)
     run.step = 15
-    remote.on_rollback(run)
+    remote.on_start(run)
     answer(run.run_dir, _found(30))
     assert list(asked_for(run.run_dir)) == [10] and remote.results == [] and newest_without_result(run.run_dir) == 10
     (run.run_dir / "checkpoints" / "step-10" / "state.npz").unlink()
@@ -89,7 +89,7 @@ def test_the_best_checkpoint_is_kept_alone_and_found_again(run: Any) -> None:
     (again := BestWeights(None)).on_start(run)
     assert again.best == _found(20, 0.6)
     run.step = 15
-    again.on_rollback(run)
+    again.on_start(run)
     assert again.best is None and not list(folder.iterdir())
 
 
@@ -115,6 +115,6 @@ def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(run: Any) -> No
     remote.began = math.inf
     with mock.patch.object(remote_evaluation, "asked_for", side_effect=OSError(5, "Input/output error")):
         assert not remote._is_awaited(run, math.inf)
-        remote.on_rollback(run)
+        remote.on_start(run)
     said = [call.args[0] for call in run.warn.call_args_list]
     assert len(said) == 2 and all(line.endswith(": Input/output error") for line in said), said

@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_whole_one_ends_the_run(tmp_p
 FREE = """
     batch_size bucket_bytes callbacks check_sync_every checkpoint_every checkpoint_minutes data_dir
     dataset early_stopping epochs eval_every global_batch_size grace_seconds gradient_accumulation image_size
-    learning_rate log_every max_steps max_unreadable on_nan overlap quiet record_examples resume run_dir set
+    learning_rate log_every max_steps max_unreadable overlap quiet record_examples resume run_dir set
     stall_seconds threads_per_rank
 """
 

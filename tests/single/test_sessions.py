@@ -66,11 +66,6 @@ CASES: dict[str, tuple[list[Mark], dict[str, float], list[str]]] = {
         ["the run starts", "the run is cut off after step 0", "a start fails: exit code 1"]
         + ["the run goes on after step 0", DONE],
     ),
-    "a rollback that took 2 s; the checkpoint of step 5 is passed over for the start": (
-        [*PLAIN, mark("restart", 137, 6, began=135), mark("rollback", 137), mark("end", 157, 9)],
-        {"set_up": 10, "evaluation": 3, "checkpoints": 2, "repeated_steps": 20, "restart": 2, "useful_steps": 20},
-        [START, "rollback to step 0", DONE],
-    ),
     "the second session's checkpoint is damaged, the third goes on from the first's": (
         [launch(0.0), mark("start", 1), mark("checkpoints", 10, 5, began=9), mark("end", 10, 5, how="stopped")]
         + [launch(20.0), mark("start", 21, 5), mark("checkpoints", 30, 9, began=29), mark("lost", 35, 9)]

@@ -134,10 +134,10 @@ def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup
 
 
 def _sessions(marks: Sequence[sessions.Mark]) -> list[list[tuple[float, int]]]:
-    """Times and steps, as a curve for each session; a rollback begins a new one."""
+    """Times and steps, as a curve for each session."""
     found: list[list[tuple[float, int]]] = []
     for mark in marks:
-        if mark["mark"] in ("start", "rollback"):
+        if mark["mark"] == "start":
             found.append([])
         if found and isinstance(step := mark.get("step"), int) and mark["mark"] != "warning":
             found[-1].append((mark["time"], step))
