@@ -97,7 +97,10 @@ def damage(path: Path) -> str | None:
 
 def _has_its_checksums(file: BinaryIO) -> bool:
     try:
-        return zipfile.ZipFile(file).testzip() is None
+        archive = zipfile.ZipFile(file)
+        file.seek(-12, os.SEEK_END)  # there it says how many values it has: a damaged list may leave some out
+        count = int.from_bytes(file.read(2), "little")
+        return len(archive.namelist()) == count and archive.testzip() is None
     except Exception:  # of many kinds, where an archive is damaged
         return False
 
