@@ -15,7 +15,7 @@ import pytest
 
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.checkpoint import KEPT, Checkpoints, damage, find, listed, read, restore, values_of
+from hvd_cifar.training.checkpoint import GONE, KEPT, Checkpoints, damage, find, listed, read, restore, values_of, write
 from hvd_cifar.training.state import TrainState
 from tests.ranks import CHECKOUT, environment
 
@@ -139,6 +139,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
             restore(other, path)
     with pytest.raises(UserError, match=r"/first/kernel is \(2, 3\) there and \(2, 4\) in this net;"):
         restore(_state(units=4), path, partial=True)
+
+
+def test_a_checkpoint_of_a_run_that_could_go_back_is_read(tmp_path: Path) -> None:
+    state = _state()
+    older = {**values_of(state), GONE: np.array(2), "added/rate_factor/0": np.array(0.5)}
+    restore(other := _state(1), write(tmp_path, 3, older))
+    assert _bits(other) == _bits(state)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
