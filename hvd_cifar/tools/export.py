@@ -1,4 +1,4 @@
-"""`export`: write a trained net, with its preprocessing of images, as a SavedModel."""
+"""`export`: write a trained net, with its preprocessing of images, as a SavedModel; and its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_cifar.training.evaluate import logits_of
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.trained import Trained, load
 
-SAVED_MODEL, METADATA = "saved_model", "metadata.json"
+SAVED_MODEL, WEIGHTS, METADATA = "saved_model", "model.weights.h5", "metadata.json"
 
 
 def export(settings: ExportSettings) -> None:
@@ -41,6 +41,7 @@ def export(settings: ExportSettings) -> None:
     part = settings.to.with_name(f".{settings.to.name}.{secrets.token_hex(4)}{PART}")  # another process may export too
     try:
         part.mkdir(parents=True)
+        trained.model.save_weights(part / WEIGHTS)  # first: `save` changes the net's layers
         save(trained, part / SAVED_MODEL)
         replace_text(part / METADATA, json.dumps(_metadata(trained, settings.run_dir), indent=2) + "\n")
         os.replace(part, settings.to)
@@ -48,7 +49,7 @@ def export(settings: ExportSettings) -> None:
         raise UserError(f"--to {settings.to}: {reason_of(failure)}; give a folder that can be written") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {METADATA} in {settings.to}")
+    terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {WEIGHTS}, {METADATA} in {settings.to}")
 
 
 def classifier(trained: Trained) -> Callable[[Any], dict[str, Any]]:

@@ -98,6 +98,11 @@ def _export(folder: str) -> None:
         logits = logits_of(trained.model, seen, trained.six_views)
         np.save(f"{folder}/{name}.npy", logits.numpy())
         export(config.make(ExportSettings, {"run_dir": f"{folder}/{name}", "to": f"{folder}/exported/{name}"}))
+        values = trained.model.get_weights()
+        for variable in trained.model.weights:
+            variable.assign(tf.zeros_like(variable.value))
+        trained.model.load_weights(f"{folder}/exported/{name}/model.weights.h5")
+        assert all(map(np.array_equal, trained.model.get_weights(), values))
 
 
 def _softmax(logits: Any) -> Any:
@@ -121,7 +126,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> Used:
     place = folder / "exported" / "six"  # an empty folder of the user's own
     place.mkdir(parents=True)
     run_ranks(_export, 1, str(folder), timeout=200)
-    assert sorted(path.name for path in place.iterdir()) == ["metadata.json", "saved_model"]
+    assert sorted(path.name for path in place.iterdir()) == ["metadata.json", "model.weights.h5", "saved_model"]
     (program,) = re.findall(r"^```python\n(import numpy.*?)^```", (CHECKOUT / "docs/use.md").read_text(), re.M | re.S)
     program = LOAD + program.replace("exported/", "exported/six/")
     words = [sys.executable, "-I", "-c", program, *NETS]
