@@ -98,6 +98,15 @@ def run_all(
     return {name: [results[name] for results in ranks] for name in functions}
 
 
+def error_of(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """Type and text of the error of a call; "accepted" where there is none."""
+    try:
+        call(*args, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def mpirun(n: int) -> list[str]:
     """The words that start a program on `n` ranks of this machine."""
     return ["mpirun", "-np", str(n), "--bind-to", "none", "--map-by", "slot", "--oversubscribe"]

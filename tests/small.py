@@ -41,6 +41,35 @@ def few() -> hvd_cifar.Dataset:
     return hvd_cifar.Dataset.from_arrays(*train, *test)
 
 
+GREY = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
+
+
+def net_with(*layers: Any, recipe: Any = None) -> Any:
+    """A function that builds a net with these kinds of layers after its convolution, each made anew."""
+
+    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
+        x = images = keras.Input(image_shape)
+        x = keras.layers.Conv2D(4, 3)(x)
+        for make in layers:
+            x = make()(x)
+        x = keras.layers.Flatten()(keras.layers.ReLU()(x))
+        net = keras.Model(images, keras.layers.Dense(classes)(x))
+        return (net, recipe) if recipe else net
+
+    return build
+
+
+def train_on_grey(run_dir: str, build: Any, callbacks: Any = (), **settings: Any) -> dict[str, Any]:
+    """Train on `GREY` examples of three classes."""
+    images = np.random.default_rng(3).integers(0, 255, (GREY, 6, 6, 1), dtype=np.uint8)
+    labels = np.arange(GREY) % 3
+    data = hvd_cifar.Dataset.from_arrays(images, labels, images[:9], labels[:9])
+    common = {"global_batch_size": 8, "epochs": 3, "precision": "float64", "eval_every": 0, "log_every": 1}
+    numbers = {"warmup_epochs": 0, "learning_rate_factor": 1, **settings.pop("set", {})}
+    common |= {"learning_rate": 0.02, "set": numbers, "run_dir": run_dir, **settings}
+    return hvd_cifar.train(build, data, callbacks=callbacks, **common)
+
+
 class Pace(hvd_cifar.Callback):
     """At most 50 steps a second, so that what a test does meets a job in the middle on any machine."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.ranks import run_ranks
+from tests.ranks import error_of, run_ranks
 
 RANKS, IMAGES, SHAPE = 3, 7, (3, 2, 5)  # the ranks get 3, 2 and 2 images
 REAL = "float64"
@@ -112,10 +112,8 @@ def _cases(world: Any) -> dict[str, Any]:
     found["masked"] = masked.moving_mean.numpy().tolist()
 
     refused = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.BatchNormalization(renorm=True)])
-    try:
-        convert_sync_batch_norm(refused)
-    except ValueError as error:
-        found["renorm"] = str(error), type(refused.layers[0]) is keras.layers.BatchNormalization
+    told = error_of(convert_sync_batch_norm, refused)
+    found["renorm"] = told, type(refused.layers[0]) is keras.layers.BatchNormalization
     return found
 
 

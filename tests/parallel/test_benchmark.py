@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.options import FEW, SMALL_NET
-from tests.ranks import Jobs, command, run_all
+from tests.ranks import Jobs, command, error_of, run_all
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,6 @@ def _one_value_wrong(output: str) -> str:
     import horovod.tensorflow as hvd
 
     from hvd_cifar import config
-    from hvd_cifar.errors import TrainingError
     from hvd_cifar.tools.benchmark import allreduce
     from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
@@ -115,12 +114,8 @@ def _one_value_wrong(output: str) -> str:
         return sums
 
     values = {"max_bytes": "1KiB", "factor": 4, "json_file": output}
-    try:
-        with mock.patch.object(allreduce, "through_horovod", lambda: spoilt):
-            allreduce.benchmark_allreduce(config.make(BenchmarkAllreduceSettings, values))
-    except TrainingError as error:
-        return str(error)
-    return "nothing was found"
+    with mock.patch.object(allreduce, "through_horovod", lambda: spoilt):
+        return error_of(allreduce.benchmark_allreduce, config.make(BenchmarkAllreduceSettings, values))
 
 
 def test_one_wrong_value_on_one_rank_is_found_by_all(jobs: Jobs, folder: Path) -> None:

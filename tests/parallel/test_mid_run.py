@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
-
-EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
-
-
-def _data() -> Any:
-    import numpy as np
-
-    import hvd_cifar
-
-    generator = np.random.default_rng(3)
-
-    def part(count: int) -> tuple[Any, Any]:
-        return generator.integers(0, 255, (count, 6, 6, 1), dtype=np.uint8), generator.integers(0, 3, count)
-
-    return hvd_cifar.Dataset.from_arrays(*part(EXAMPLES), *part(20))
-
-
-def _net(image_shape: tuple[int, int, int], classes: int) -> Any:
-    import keras
-    from keras import layers
-
-    x = images = keras.Input(image_shape)
-    x = layers.BatchNormalization(momentum=0.5)(layers.Conv2D(4, 3)(x))
-    return keras.Model(images, layers.Dense(classes)(layers.Flatten()(layers.ReLU()(x))))
+from tests.small import net_with, train_on_grey
 
 
 def _runs(folder: str) -> dict[str, Any]:
     """Short runs with local batch norm, and what a callback sees of each."""
+    import keras
+
     import hvd_cifar
     from hvd_cifar.distributed import collectives
     from hvd_cifar.distributed.batch_norm import moving_statistics
@@ -59,11 +39,9 @@ def _runs(folder: str) -> dict[str, Any]:
             self.weights = collectives.digest(run.model.trainable_variables)
 
     def train(name: str, ema_decay: float = 0.9, **settings: Any) -> dict[str, Any]:
-        common = {"global_batch_size": 8, "epochs": 1, "precision": "float64", "eval_every": 0}
-        numbers = {"warmup_epochs": 0, "ema_decay": ema_decay}
-        recorder = Recorder()
-        settings = {**common, "set": numbers, "run_dir": f"{folder}/{name}", **settings}
-        hvd_cifar.train(_net, _data(), callbacks=[recorder], **settings)
+        recorder, net = Recorder(), net_with(partial(keras.layers.BatchNormalization, momentum=0.5))
+        settings |= {"epochs": 1, "set": {"ema_decay": ema_decay}}
+        train_on_grey(f"{folder}/{name}", net, [recorder], **settings)
         return vars(recorder)
 
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import horovod_nets as nets
-from tests.ranks import Jobs, run_all, run_ranks
+from tests.ranks import Jobs, error_of, run_all, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         },
         2: {
             "kinds": _gradients_of_many_kinds,
-            "passes": _passes,
             "sums beside": _sums_beside_gradients,
             "overflow": partial(_fit, True),
         },
@@ -189,24 +188,15 @@ def _rows_and_errors() -> dict[str, Any]:
         "no optimizer": lambda: DistributedOptimizer("adam"),
         "op": lambda: DistributedOptimizer(sgd(), op="mean"),
         "compression": lambda: DistributedOptimizer(sgd(), compression="bf16"),
-        "other variables": lambda: summing.apply([tf.constant(1.0)], [keras.Variable(0.0)]),
         "process set": lambda: DistributedOptimizer(sgd(), process_set=hvd.ProcessSet([0])),
-        "copy": lambda: copy.copy(summing),
+        "copy": lambda: copy.deepcopy(summing),
         "copy of a loss scale": lambda: copy.copy(outer),
-        "deep copy": lambda: copy.deepcopy(summing),
-        "pickle": lambda: pickle.dumps(summing),
-        "copy of a model": lambda: copy.deepcopy(net),
-        "pickled model": lambda: pickle.dumps(net),
+        "copy of a model": lambda: pickle.dumps(net),
     }
-    for name, call in errors.items():
-        try:
-            found[name] = str(call())
-        except (TypeError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return found | {name: error_of(call) for name, call in errors.items()}
 
 
-COPIES = ("copy", "copy of a loss scale", "deep copy", "pickle", "copy of a model", "pickled model")
+COPIES = ("copy", "copy of a loss scale", "copy of a model")
 ERRORS = {
     "another pass": "only some have one of variable",
     "twice": "already distributed",
@@ -214,7 +204,6 @@ ERRORS = {
     "no optimizer": "Keras 3 optimizer, not str",
     "op": "'mean'",
     "compression": "compression is 'bf16': it must be one of none, fp16",
-    "other variables": "Unknown variable",
     "process set": "is not registered",
     **dict.fromkeys(COPIES, "cannot be copied or pickled"),
 }
@@ -289,45 +278,6 @@ def test_gradients_of_many_kinds(jobs: Jobs) -> None:
             assert found == pytest.approx(expected, rel=1e-6) if case == "clipped" else found == expected, case
 
 
-def _passes() -> dict[str, Any]:
-    """Variables after updates of two passes each, with the number of updates; and after many passes."""
-    rank = nets.start().rank()
-    import keras
-    import tensorflow as tf
-
-    from hvd_cifar.distributed import DistributedOptimizer
-
-    seen: dict[str, Any] = {}
-    for average in (False, True):
-        variable = keras.Variable([0.0])
-        plain = keras.optimizers.SGD(1.0)
-        if average:  # wrapped after it is built
-            plain.build([variable])
-        optimizer = DistributedOptimizer(plain, backward_passes_per_step=2, average_aggregated_gradients=average)
-        optimizer.build([variable])
-        step, path = tf.function(optimizer.apply), []
-        for k in range(5):
-            step([tf.constant([(rank + 1.0) * (k + 1)])])
-            path.append(float(variable.numpy()[0]))
-        seen[f"averaged={average}"] = [*path, int(optimizer.iterations.numpy())]
-    # In half precision, each less than a bit of their sum.
-    half = keras.Variable([0.0], dtype="bfloat16")
-    many = DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=1000)
-    many.build([half])
-    small = tf.function(lambda: many.apply([tf.constant([2.0**-9], tf.bfloat16)], [half]))
-    for _ in range(1000):
-        small()
-    return {**seen, "many": float(half.numpy()[0])}
-
-
-def test_passes_add_up_and_iterations_count_updates(jobs: Jobs) -> None:
-    first, second = jobs(2)["passes"]
-    assert first == second
-    assert first["averaged=False"] == [0.0, -4.5, -4.5, -15.0, -15.0, 2]
-    assert first["averaged=True"] == [0.0, -2.25, -2.25, -7.5, -7.5, 2]
-    assert first["many"] == pytest.approx(-1000 / 512, rel=0.01)
-
-
 def _sums_beside_gradients() -> dict[str, Any]:
     """`apply_and_sum` in a graph, by all ways: variable, sums, and the order of the messages."""
     hvd = nets.start()
@@ -393,11 +343,8 @@ def _updates_in_process_set() -> dict[str, float]:
     sparse = tf.IndexedSlices(dense, tf.constant([0]), tf.constant([1, 1]))
     ways: dict[str, tuple[Any, dict[str, Any]]] = {
         "Horovod's": (dense, {}),
-        "dense": (dense, {}),
         "sparse, fp16": (sparse, {"compression": "fp16"}),
-        "fixed order, fp16": (dense, {"fixed_order": True, "compression": "fp16"}),
-        "fixed order, sparse": (sparse, {"fixed_order": True}),
-        "fixed order, long": (tf.fill([5000, 1], hvd.rank() + 1.0), {"fixed_order": True}),
+        "fixed order": (dense, {"fixed_order": True}),
     }
     ended = {}
     for way, (gradient, options) in ways.items():
