@@ -1,8 +1,11 @@
-"""Folders of runs: written by hand, with numbers that a test knows; and what real runs have used."""
+"""Folders of runs: written by hand, with numbers that a test knows; what real runs have used; and a full disk."""
 
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,14 @@ def examples(run_dir: Path) -> dict[int, list[int]]:
 def used(by_step: dict[int, list[int]], first: int, last: int) -> list[int]:
     """The examples of the steps first .. last, in order."""
     return sorted(sum((by_step[step] for step in range(first, last + 1)), []))
+
+
+@contextmanager
+def full_disk(most: int = 16) -> Iterator[None]:
+    """A limit on the size of files, in bytes, stands in for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,9 +14,10 @@ import pytest
 
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.training import checkpoint
 from hvd_cifar.training.checkpoint import GONE, KEPT, Checkpoints, damage, find, listed, read, restore, values_of, write
 from hvd_cifar.training.state import TrainState
-from tests.ranks import CHECKOUT, environment
+from tests.run_dirs import full_disk
 
 
 def _state(seed: int = 0, units: int = 3, averages: bool = True) -> TrainState:
@@ -98,32 +98,21 @@ def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pyt
 
 
 # A save is killed before its values are on disk, before its folder has its name, and while the oldest is removed.
-@pytest.mark.parametrize(
-    "place, name, call", [("checkpoint", "sync", 1), ("os", "replace", 1), ("shutil", "rmtree", 1)]
-)
-def test_a_kill_while_writing_costs_no_older_one(place: str, name: str, call: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "name"), [(checkpoint, "sync"), (os, "replace"), (shutil, "rmtree")])
+def test_a_kill_while_writing_costs_no_older_one(place: Any, name: str, tmp_path: Path) -> None:
     state = _state()
+    checkpoints = Checkpoints(tmp_path, state)
     for step in range(1, KEPT + 1):
         state.step.assign(step)
-        Checkpoints(tmp_path, state).save()
-    code = (
-        "import os, shutil, signal\n"
-        "from pathlib import Path\n"
-        "from hvd_cifar.training import checkpoint\n"
-        "from hvd_cifar.training.checkpoint import Checkpoints\n"
-        "from tests.single.test_checkpoint import _state\n"
-        "state, calls = _state(1), []\n"
-        f"checkpoints, before = Checkpoints(Path({str(tmp_path)!r}), state), {place}.{name}\n"
-        "def killed(*given, **named):\n"
-        "    calls.append(given)\n"
-        f"    if len(calls) == {call}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return before(*given, **named)\n"
-        f"{place}.{name} = killed\n"
-        f"state.step.assign({KEPT + 1})\n"
-        "checkpoints.save()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=CHECKOUT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+        checkpoints.save()
+    state.step.assign(KEPT + 1)
+    if (child := os.fork()) == 0:
+        try:
+            setattr(place, name, lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL))
+            checkpoints.save()
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert list(tmp_path.glob(".*"))
     steps = range(KEPT + 1, 1, -1) if name == "rmtree" else range(KEPT, 0, -1)
     assert [path.name for path in listed(tmp_path)] == [f"step-{step}" for step in steps]
@@ -164,30 +153,16 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.system(f"mount -t tmpfs -o size=200k tmpfs '{disk}' 2>/dev/null") != 0:
-        pytest.skip("no file system can be mounted here")
-    try:
-        state = _state()
-        (disk / "checkpoints").mkdir()
-        checkpoints = Checkpoints(disk / "checkpoints", state)
-        first = checkpoints.save()
-        (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - 4096))
-        state.step.assign(1)
-        before = sorted(disk.rglob("*"))
-        with pytest.raises(UserError, match="checkpoints: No space left on device; earlier checkpoints are kept"):
-            checkpoints.save()
-        assert sorted(disk.rglob("*")) == before
-        os.system(f"mount -o remount,ro '{disk}'")
-        with pytest.raises(UserError, match="checkpoints: Read-only file system; earlier checkpoints are kept"):
-            checkpoints.save()
-        os.system(f"mount -o remount,rw '{disk}'")
-        (disk / "filler").unlink()
-        other = _state(1)
-        restore(other, first)
-        assert int(other.step.numpy()) == 0
-    finally:
-        os.system(f"umount '{disk}'")
+    state = _state()
+    checkpoints = Checkpoints(tmp_path, state)
+    first = checkpoints.save()
+    state.step.assign(1)
+    before = sorted(tmp_path.rglob("*"))
+    told = "step 1 in .*: File too large; earlier checkpoints are kept"
+    with full_disk(400), pytest.raises(UserError, match=told):
+        checkpoints.save()
+    assert sorted(tmp_path.rglob("*")) == before
+    other = _state(1)
+    restore(other, first)
+    assert int(other.step.numpy()) == 0

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +13,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import host_files
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, IMAGES, SUMS, Folder
 from hvd_cifar.data.host_files import NOBODY, Onlooker
 from hvd_cifar.data.pictures import read_image
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import complain
-from tests.ranks import CHECKOUT
+from tests.run_dirs import full_disk
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -74,14 +69,15 @@ def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
 
 
 def test_other_layouts_and_formats(birds: Path) -> None:
-    (birds / "test").rename(birds / "val")
-    (birds / "train" / "ant" / "images").mkdir()
-    (birds / "train" / "ant" / "0.png").rename(birds / "train" / "ant" / "images" / "0.png")  # sorts after 3.png
+    (birds / "test").rename(birds / "VALID")
+    ants = (birds / "train").rename(birds / "Training") / "ant"
+    (ants / "images").mkdir()
+    (ants / "0.png").rename(ants / "images" / "0.png")  # sorts after 3.png
     for name, suffix in (("1", "JPG"), ("2", "webp"), ("3", "bmp")):
-        with Image.open(birds / "train" / "ant" / f"{name}.png") as image:
-            image.save(birds / "train" / "ant" / f"{name}.{suffix}", lossless=True)
-        (birds / "train" / "ant" / f"{name}.png").unlink()
-    shutil.rmtree(birds / "val" / "bee")  # a class without a test image
+        with Image.open(ants / f"{name}.png") as image:
+            image.save(ants / f"{name}.{suffix}", lossless=True)
+        (ants / f"{name}.png").unlink()
+    shutil.rmtree(birds / "VALID" / "bee")  # a class without a test image
     dataset = _read(birds.rename(birds.with_name("cifar10")))
     assert dataset.name == "folder:cifar10"  # it is not that set
     assert dataset.class_names == CLASSES and dataset.test.labels.tolist() == [0, 0, 2, 2]
@@ -109,15 +105,6 @@ def test_links_to_folders_are_followed_but_not_in_circles(birds: Path) -> None:
         (birds / target / "back").symlink_to(birds / path)
         (birds / target / "itself").symlink_to(".")
     assert _read(birds).digest == usual.digest
-
-
-def test_16_bits_become_8_and_other_pixels_are_refused(birds: Path) -> None:
-    _save(birds / "train" / "ant" / "0.png", np.full((6, 5), 1000, np.uint16))
-    assert (_read(birds).train.images[np.array([0])] == 4).all()  # 1000 / 257
-    for pixels, why in ((np.full((6, 5), 70_000, np.int32), "more than 16 bits"), (np.ones((6, 5), "f4"), "floating")):
-        Image.fromarray(pixels).save(birds / "train" / "ant" / "0.tif")
-        with pytest.raises(UserError, match=f"train/ant/0.tif .{why}"):
-            _read(birds)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +144,7 @@ def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "_make", lambda *_: pytest.fail("decoded it again"))
         assert _prepare(birds) == first
-        patched.setattr(
-            os, "access", lambda path, mode: not mode & os.W_OK
-        )  # a cache of others serves who may not write
+        patched.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # others have made it
         assert _prepare(birds) == first and not (birds.parent / "data").exists()
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))
     second = _prepare(birds)
@@ -185,34 +170,15 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     assert other != place and source.read(place).digest == source.read(other).digest
 
 
-def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    odd = os.fsdecode(b"\xe9")
-    for part in ("train", "test"):
-        (birds / part / "cat").rename(birds / part / f"cat{odd}")
-    (birds / "train" / "bee" / "3.png").rename(birds / "train" / "bee" / f"{odd}.png")
-    birds = birds.rename(birds.with_name(f"birds{odd}"))
-    dataset = _read(birds)
-    assert (dataset.name, dataset.class_names) == ("birds\\xe9", ("ant", "bee", "cat\\xe9"))
-    (birds / "test" / f"dog{odd}").mkdir()
-    with pytest.raises(UserError) as caught:
-        _read(birds)
-    complain(str(caught.value))
-    assert re.search("birds.: test/dog. is no class of train", capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("damage", ["a pixel", "a cut", "no sums", "other sums"])
+@pytest.mark.parametrize("damage", ["a pixel", "no sums"])
 def test_a_damaged_cache_is_made_again(birds: Path, damage: str) -> None:
     source, expected, place = Folder(birds), _read(birds).digest, _prepare(birds)
     if damage == "a pixel":
         content = bytearray((place / IMAGES).read_bytes())
         content[17] ^= 1
         (place / IMAGES).write_bytes(content)
-    elif damage == "a cut":
-        os.truncate(place / IMAGES, 200)
-    elif damage == "no sums":
-        (place / SUMS).unlink()
     else:
-        (place / SUMS).write_text("[]")
+        (place / SUMS).unlink()
     (place.parent / f".{place.name}.part").mkdir()  # a killed process has left it
     assert _prepare(birds) == place and source.read(place).digest == expected
     assert [path.name for path in place.parent.iterdir() if path.is_dir()] == [place.name]
@@ -254,19 +220,6 @@ def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_keeps_nothing(birds: Path) -> None:
-    """A limit on the size of files stands in for the disk."""
-    program = (
-        "import resource; from tests.single.test_folder import _read, Path\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400)); _read(Path({str(birds)!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"UserError: cannot write \S+: File too large: free space", done.stderr)
+    with full_disk(400), pytest.raises(UserError, match=r"cannot write \S+: File too large: free space"):
+        _read(birds)
     assert [path.name for path in (birds / CACHE).iterdir()] in ([], [".lock"])
-
-
-def test_progress_is_shown_in_lines(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_files, "SECONDS_BETWEEN_LINES", 0.0)
-    shown: list[str] = []
-    _prepare(birds, Onlooker(is_shown=shown.append))
-    pattern = r"decoding birds: (\d+) of 18 images, [\d,]+ a second, \d+ s left"
-    assert [int(found[1]) for line in shown if (found := re.fullmatch(pattern, line))] == list(range(1, 19))

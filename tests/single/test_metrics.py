@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from benchmarks.runs import events
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
+from tests.run_dirs import full_disk
 
 TRAIN = (10, 0.5, 2.25, 0.1, 1234.5, 0.25)  # arguments of `Reporter.train`
 TESTED = {"accuracy": 0.61, "loss": 1.5, "examples": 10_000}
@@ -54,19 +54,15 @@ def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A limit on the size of files, which the system keeps: lines and TensorBoard's events fail, then wait."""
+    """Lines and TensorBoard's events fail, then wait."""
     reporter = Reporter(tmp_path, "cifar10", 40)
     reporter.open(0)
     reporter.train(1, 0.1, 1.0, 0.1, 100.0, 0.5)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
-    try:
+    with full_disk():
         reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
         with pytest.raises(UserError, match="cannot write .*: File too large"):
             reporter.summary({})
         reporter.evaluation(2, 0.2, TESTED)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind and "note" not in capfd.readouterr().err
     assert not (tmp_path / "summary.json").exists()
     reporter.catch_up()
