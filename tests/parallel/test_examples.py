@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import CHECKOUT, environment
+from tests.options import FEW, SMALL_NET
+from tests.ranks import CHECKOUT, environment, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +43,16 @@ def test_the_whole_idea_on_one_page_learns(tmp_path: Path) -> None:
     said = _on_two_ranks(EXAMPLES / "minimal.py", cwd=tmp_path)
     losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("step ")]
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+
+
+def test_a_profile_has_the_operations_of_each_rank(tmp_path: Path) -> None:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    words = ["train", "--model", SMALL_NET, "--dataset", FEW, "--run-dir", tmp_path / "run", "--max-steps", 8]
+    example = EXAMPLES / "profile_steps.py"
+    run_command(2, *words, "--eval-every", 0, "--callbacks", f"{example}:Profile", fresh=True)
+    for rank in (0, 1):
+        (path,) = (tmp_path / "run" / "tensorboard" / f"rank-{rank}").rglob("*.xplane.pb")
+        space = xplane_pb2.XSpace.FromString(path.read_bytes())
+        names = {found.name for plane in space.planes for found in plane.event_metadata.values()}
+        assert any("Conv2DBackpropFilter" in name for name in names)

@@ -1,13 +1,17 @@
-"""Ranks whose thread counts differ, so that their sums round differently, train with the same weights."""
+"""Ranks that round differently: by their thread counts, which take rank 0's weights; or by their convolutions."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.options import FEW, SMALL_NET
+from tests.ranks import error_of, run_ranks
+
+pytestmark = pytest.mark.slow
 
 # Optimizer, options, and megabytes that ranks take from rank 0 in each step.
 CASES: list[tuple[str, dict[str, Any], float | None]] = [
@@ -55,7 +59,6 @@ def _train(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_unlike_ranks_keep_the_same_weights(tmp_path: Path) -> None:
     for (*_, megabytes), first, second in zip(CASES, *run_ranks(_train, 2, str(tmp_path), fresh=True), strict=True):
         assert first[0] is second[0] is True and not second[1]
@@ -64,3 +67,41 @@ def test_unlike_ranks_keep_the_same_weights(tmp_path: Path) -> None:
         else:
             (line,) = first[1]
             assert f"so all take rank 0's ({megabytes} MB a step): 1 thread of " in line and "; 8 threads of " in line
+
+
+def _train_without_compiled(folder: str, slow_rank: int) -> dict[str, Any]:
+    """Runs of two ranks, one of which has its compiled convolutions disabled; what each said."""
+    import os
+
+    from hvd_cifar.runtime.environment import launched_rank
+
+    if launched_rank() == slow_rank:
+        os.environ["HVD_CIFAR_VECTORS"] = "0"
+    import hvd_cifar
+    from hvd_cifar.kernels import compiled
+    from hvd_cifar.reporting import terminal
+    from hvd_cifar.training import record
+
+    told: list[str] = []
+    vars(record)["complain"] = told.append
+    vars(terminal)["say"] = told.append
+    found: dict[str, Any] = {"ours": compiled.about()}
+    for name, options in (("plain", {}), ("virtual", {"virtual_shards": 2, "threads_per_rank": 1})):
+        course: dict[str, Any] = {"global_batch_size": 4, "max_steps": 2, "threads_per_rank": 1, **options}
+        course["deterministic"] = True  # TensorFlow keeps it for the whole process
+        found[name] = error_of(hvd_cifar.train, SMALL_NET, FEW, run_dir=f"{folder}/{name}", eval_every=0, **course)
+    return {**found, "told": told}
+
+
+def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_promised(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_without_compiled, 2, str(tmp_path), 1, fresh=True)
+    if first["ours"] == "TensorFlow's":
+        pytest.skip("there are no compiled convolutions here")
+    assert first["plain"] == second["plain"] == "accepted"
+    (note,) = (line for line in first["told"] if "compute convolutions differently" in line)
+    assert "compiled" in note and "TensorFlow's" in note
+    assert first["virtual"] == second["virtual"]
+    assert "--virtual-shards: hosts compute convolutions differently" in first["virtual"]
+
+    recorded = json.loads((tmp_path / "plain" / "config.json").read_text())["run"]["convolutions"]
+    assert "compiled" in recorded and "TensorFlow's" in recorded

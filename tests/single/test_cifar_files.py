@@ -1,20 +1,24 @@
-"""The binary layouts: every file's length, every label, and the order of the pixels."""
+"""The binary layouts: each file's length, labels, the order of the pixels; the embedded set, the same everywhere."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import cifar
+from hvd_cifar.data import cifar, synthetic
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, DownloadError, Layout
 from hvd_cifar.data.host_files import Onlooker
 from hvd_cifar.data.source import prepare
+from hvd_cifar.data.synthetic import LAYOUT
 from hvd_cifar.errors import UserError
 
 LAYOUTS = pytest.mark.parametrize("layout", [CIFAR10, CIFAR100], ids=lambda layout: layout.name)
@@ -34,9 +38,9 @@ def _no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar, "fetch", lambda *_: pytest.fail("it is downloaded"))
 
 
-def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
+def prepared_folder(name: str, data_dir: Path, warn: Callable[[str], None] = pytest.fail) -> tuple[str, Path]:
     settings = make(DataSettings, {"dataset": name, "data_dir": data_dir})
-    source, folder = prepare(settings, Onlooker(is_warned=pytest.fail))
+    source, folder = prepare(settings, Onlooker(is_warned=warn))
     return source.name, folder
 
 
@@ -136,3 +140,42 @@ def test_a_file_that_is_missing_or_of_another_length_is_named_under_auto_too(
         with pytest.raises(UserError, match=re.escape(wanted)) as caught:
             use()
         assert not isinstance(caught.value, DownloadError) and "\n" not in str(caught.value)
+
+
+# Of the six files one after the other. A change of the drawing needs a new name, or results of the same name could no
+# longer be compared.
+MD5 = {"synthetic-v2": "c829d6d2a91882896b08d1f678c826f9"}
+
+
+def test_every_machine_draws_these_bytes_once(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    for name in LAYOUT.files:
+        digest.update((embedded / LAYOUT.folder / name).read_bytes())
+    assert digest.hexdigest() == MD5[LAYOUT.folder]
+    names = (embedded / LAYOUT.folder / "batches.meta.txt").read_text().split()
+    assert names == ["disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars", "pillars", "checker"]
+    assert {path.name for path in embedded.iterdir()} <= {LAYOUT.folder, ".lock"}
+    monkeypatch.setattr(synthetic, "draw_file", lambda number: pytest.fail("drew it again"))
+    assert prepared_folder("synthetic", embedded) == ("synthetic", embedded / LAYOUT.folder)
+
+
+def test_prepare_by_name(embedded: Path) -> None:
+    dataset = LAYOUT.read(embedded / LAYOUT.folder)
+    assert (dataset.name, dataset.classes, dataset.image_shape) == ("synthetic", 10, (32, 32, 3))
+    assert dataset.class_names == tuple(synthetic.FIGURES)
+    for labels in (*dataset.train.labels.reshape(5, 10_000), dataset.test.labels):
+        assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
+
+
+def test_auto_falls_back_with_a_warning_and_cifar10_does_not(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def refused(*_: Any) -> Path:
+        raise DownloadError("no network: check the cable")
+
+    monkeypatch.setattr(cifar, "fetch", refused)
+    warnings: list[str] = []
+    assert prepared_folder("auto", embedded, warnings.append) == ("synthetic", embedded / LAYOUT.folder)
+    assert len(warnings) == 1
+    assert "NOT CIFAR-10" in warnings[0] and "no network" in warnings[0] and "\n" not in warnings[0]
+    with pytest.raises(DownloadError, match="no network"):
+        prepared_folder("cifar10", embedded)
