@@ -122,3 +122,35 @@ def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_th
     state.mark_averaged(7)
     state.average(7)
     assert len(averaged) == 4
+
+
+class Dropping(keras.layers.Layer):
+    """A layer with a generator that others may have also."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def test_ranks_have_other_seeds_also_where_layers_share_a_generator() -> None:
+    """The same ones for ever: a run that is resumed under a later version goes on."""
+    found = []
+    for rank in range(3):
+        generator = keras.random.SeedGenerator(7)
+        net = keras.Sequential([keras.Input((2,)), Dropping(generator), Dropping(generator)])
+        generator.next()
+        TrainState(net).draw_apart(rank)
+        found.append(generator.state.numpy().tolist())
+    assert found == [[7, 1], [2433363435, 1], [2539140569, 1]]
+
+
+def test_names_in_a_checkpoint_and_first_values_are_fixed_for_ever() -> None:
+    """A run that is resumed under a later version of this program finds them."""
+    parts = {"model": 2, "random": 1, "optimizer": 4, "step": 1, "seconds": 1, "rollbacks": 1}
+    names = {f"state/{part}/{number}" for part, count in parts.items() for number in range(count)}
+    assert set(values_of(_state([([((2,), "float32")], "own")], 0))) == names | {"added/part0/0"}
+    state = TrainState(keras.Sequential([keras.Input((2,))]))
+    assert {name: v.tolist() for name, v in values_of(state).items()} == {f"state/{n}/0": 0 for n in list(parts)[3:]}

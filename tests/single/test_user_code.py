@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import keras
 import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import user_code
-from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import random_layers
 
 PROGRAM = """
@@ -41,28 +39,6 @@ def test_a_program_is_loaded_up_to_its_training(call: str, tmp_path: Path) -> No
     with pytest.raises(UserError, match="there is no later in .*, which has build"):
         user_code.load(f"{file}:later", "--model", user_code.Alone)
     sys.path.remove(str(tmp_path))
-
-
-class Dropping(keras.layers.Layer):
-    """A layer with a generator that others may have also."""
-
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def call(self, inputs: Any) -> Any:
-        return inputs
-
-
-@pytest.mark.parametrize("holders", [1, 2, 3])
-def test_ranks_have_other_seeds_however_many_layers_share_a_generator(holders: int) -> None:
-    seeds = []
-    for rank in range(3):
-        generator = keras.random.SeedGenerator(7)
-        net = keras.Sequential([keras.Input((2,)), *(Dropping(generator) for _ in range(holders))])
-        TrainState(net).draw_apart(rank)
-        seeds.append(generator.state.numpy().tolist()[0])
-    assert seeds[0] == 7 and len(set(seeds)) == 3
 
 
 def test_recurrent_layers_draw_only_with_dropout() -> None:
