@@ -14,7 +14,7 @@ from tests.options import FEW, SMALL_NET
 from tests.ranks import CHECKOUT, run_ranks
 
 NAMES = [name for name in extensions.ORDER if name == name.lower()]
-EXAMPLE = str(CHECKOUT / "examples" / "my_extension.py")
+EXAMPLE = f"{CHECKOUT}/examples/my_extension.py:GradientNorm"
 
 
 def _digests(folder: str, names: list[str]) -> dict[str, str]:
@@ -64,24 +64,15 @@ def test_an_extension_that_fails_is_not_left_out(monkeypatch: pytest.MonkeyPatch
 def _norms(folder: str) -> list[Any]:
     """A run in one part and in two, with the callback of the example; its numbers after each."""
     import hvd_cifar
+    from hvd_cifar.training import user_code
 
-    found = []
+    found, own = [], user_code.load(EXAMPLE, "--callbacks")
     for place, steps in (("whole", 6), ("cut", 3), ("cut", 6)):
         options: dict[str, Any] = {"global_batch_size": 12, "max_steps": steps, "log_every": 2, "eval_every": 0}
         options |= {"deterministic": True, "run_dir": f"{folder}/{place}"}
-        summary = hvd_cifar.train(SMALL_NET, FEW, callbacks=[_example()], **options)
+        summary = hvd_cifar.train(SMALL_NET, FEW, callbacks=[own()], **options)
         found.append([summary["gradient_norm"], summary["weights_sha256"]])
     return found
-
-
-def _example() -> Any:
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("my_extension", EXAMPLE)
-    assert spec and spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GradientNorm()
 
 
 def test_a_callback_keeps_a_number_of_its_own_in_the_checkpoint(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,21 +12,9 @@ from hvd_cifar.models import layers
 from hvd_cifar.models.layers import QuickGelu, QuickRelu
 
 
-def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
-    x = tf.constant(np.linspace(-6, 6, 1201), tf.float64)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = QuickGelu(dtype="float64")(x)
-    gradient = tape.gradient(y, x).numpy()
-    sigmoid = 1 / (1 + np.exp(-1.702 * x.numpy()))
-    assert np.allclose(y.numpy(), x.numpy() * sigmoid, atol=1e-14)
-    assert np.allclose(gradient, sigmoid + 1.702 * x.numpy() * sigmoid * (1 - sigmoid), atol=1e-14)
-    assert 0.01 < np.abs(y.numpy() - keras.activations.gelu(x).numpy()).max() < 0.021
-
-
-@pytest.mark.parametrize(("dtype", "bits"), [("float32", 20), ("bfloat16", 8), ("float16", 11)])
+@pytest.mark.parametrize(("dtype", "bits"), [("float64", 53), ("float32", 20), ("bfloat16", 8), ("float16", 11)])
 def test_quick_gelu_is_rounded_once_and_has_second_derivatives(dtype: str, bits: int) -> None:
-    """A penalty on gradients needs them: with zeros it would train nothing, without an error."""
+    """A penalty on gradients needs these: with zeros it would train nothing, without an error."""
     x = tf.cast(np.random.default_rng(8).normal(scale=3.0, size=1000), dtype)
     with tf.GradientTape() as outer:
         outer.watch(x)
@@ -39,9 +26,10 @@ def test_quick_gelu_is_rounded_once_and_has_second_derivatives(dtype: str, bits:
     exact = tf.cast(x, tf.float64).numpy()
     s = 1 / (1 + np.exp(-1.702 * exact))
     for found, wanted in ((y, exact * s), (first, s * (1 + 1.702 * exact * (1 - s)))):
-        # Half a unit in the last place, and float32's rounding of 1 + tanh on the way.
+        # Half a unit in the last place, and the rounding of 1 + tanh on the way.
         unit = np.maximum(np.abs(wanted), 1e-4) * 2.0 ** (1 - bits)
-        assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + 3e-6).all()
+        on_the_way = 1e-14 if dtype == "float64" else 3e-6
+        assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + on_the_way).all()
     assert np.allclose(second, 1.702 * s * (1 - s) * (2 + 1.702 * exact * (1 - 2 * s)), atol=0.02)
 
 

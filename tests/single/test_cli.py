@@ -23,7 +23,7 @@ WRONG_LINES = """
 train | --model vgg | --dataset mnist | --batch-size 0 | --batch-size many | --batch-size 1.5 | --global-batch-size -8
 train | --batch-size 8 --global-batch-size 16 | --epochs 0 | --epochs 1e308 | --epochs 1e-9 | --epochs nan
 train | --clip-norm 1e-300 | --set warmup_epochs=5 --epochs 1 | --max-steps 99999999999999999999999 | --max-steps 0
-train | --threads-per-rank 1000000 | --learning-rate 1e300 | --learning-rate 0 | --learning-rate nan | --config ''
+train | --threads-per-rank 1000000 | --learning-rate 0 | --learning-rate nan | --config ''
 train | --set ema_decay=1 | --set lookahead=5 | --set image_scales=0.5,0 | --set momentum=0.9 | --set weight_decay
 train | --set augmentation=none | --set learning_rate_factor=0 | --callbacks mine | --callbacks a.py:A, | --seed -1
 train | --seed 9223372036854775808 | --precision int8 | --gradient-accumulation 0 | --overlap some
@@ -31,19 +31,15 @@ train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64KiB --overlap o
 train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --virtual-shards 4 --sync-batch-norm
 train | --virtual-shards 4 --compression fp16 | --virtual-shards 4 --no-deterministic | --check-sync-every -1
 train | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
-train | --checkpoint-every 0 | --grace-seconds 0
-train | --checkpoint-minutes -1 | --stall-seconds -1 | --eval-every -1 | --early-stopping 0
-train | --data-dir ~nobody-of-this-name/x | --resume '' | --run-dir ''
 train | --config /proc/no/file.json | --no-such-option 1 | --batch-size
 train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1
+train | --stall-seconds -1 | --data-dir ~nobody-of-this-name/x | --resume '' | --run-dir ''
 evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''
-benchmark step | --model vgg | --batch-size 0 | --image-size 5000 | --steps 0 | --json '' | --bucket-bytes 1X
-benchmark step | --repeats 0 | --min-efficiency 90
+benchmark step | --image-size 5000 | --steps 0 | --json '' | --bucket-bytes 1X | --min-efficiency 90
 benchmark allreduce | --max-bytes 2 | --max-bytes 4Q | --max-bytes many | --factor 1
-benchmark allreduce | --json ''
 doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option
 doctor-job | surplus

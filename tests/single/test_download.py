@@ -155,7 +155,6 @@ def test_a_wrong_archive_is_named_and_leaves_nothing(
         ("404", "404 Client Error"),
         ("no host", "nowhere.invalid"),  # a name that no resolver may know, RFC 6761
         ("proxy that is none", "not a valid host or port"),
-        ("certificates", "CA certificate"),
     ],
 )
 def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
@@ -164,9 +163,6 @@ def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
     url = "http://nowhere.invalid/x" if fault == "no host" else f"{served[1]}/none.tar.gz"
     if fault == "proxy that is none":
         monkeypatch.setenv("http_proxy", "http://[")
-    if fault == "certificates":
-        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(data_dir / "none.pem"))
-        url = url.replace("http:", "https:")
     wanted = f"cannot download CIFAR-10 from {url}: .*(?i:{reason}).*: check the"
     with pytest.raises(DownloadError, match=wanted) as caught:
         _prepare(url, data_dir)

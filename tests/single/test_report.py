@@ -125,7 +125,6 @@ def test_time_between_two_launchers_is_none(tmp_path: Path) -> None:
     [
         (lambda run: (run / "metrics.jsonl").unlink(), "no log line is on record yet; wait for the first one"),
         (lambda run: (run / "metrics.jsonl").write_text('{"event": "tr'), "no log line is on record yet"),
-        (lambda run: (run / "confusion.json").write_text("{"), "confusion.json is damaged"),
         (lambda run: (run / "report.html").mkdir(), "cannot write .*report.html: "),
     ],
 )

@@ -79,18 +79,12 @@ CASES: dict[str, tuple[list[Mark], dict[str, float], list[str]]] = {
         {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 45, "restart": 17},
         [START, "the run is cut off after step 7", "the run goes on after step 8 on 1 rank instead of 2", DONE],
     ),
-    "the launcher's clock is ahead of rank 0's": (
-        [launch(5.0), mark("start", 4), mark("end", 14, 9)],
-        {"useful_steps": 10},
-        ["the run starts", DONE],
-    ),
     "a checkpoint within an evaluation": (
         [launch(0.0), mark("start", 10), mark("checkpoints", 18, 5, began=16), mark("evaluation", 20, 5, began=15)],
         {"set_up": 10, "useful_steps": 6, "checkpoints": 2, "evaluation": 2},
         ["the run starts"],
     ),
     "cut off": (KILLED, {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 25}, [START, CUT_OFF]),
-    "nothing": ([], {}, []),
 }
 
 

@@ -43,8 +43,7 @@ def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "apply_and_sum", apply_and_sum)
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("side", [9, 17])
+@pytest.mark.parametrize(("side", "precision"), [(9, "float32"), (17, "mixed_bfloat16")])
 def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
     optimizer = _Recorder()
