@@ -108,7 +108,7 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
 
 
 def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]:
-    """A function (image, label, weight, count, start) -> Share of a micro-batch, for use in a graph.
+    """A function ((image, label, weight), count, start) -> Share of a micro-batch, for use in a graph.
 
     `weight` is 1 of an example and 0 of padding, `count` the number of examples in the global batch; `start` holds the
     local moving statistics before the micro-batch.
@@ -118,7 +118,8 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
-    def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
+    def share_of(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
+        image, label, weight = batch
         if not spec.is_one_graph:
             for statistic, before in zip(statistics, start, strict=True):
                 statistic.assign(before)
@@ -220,13 +221,10 @@ def make_train_step(
     images, labels = tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)
     batch_types, count_type = [images, labels, tf.TensorSpec([None], tf.float32)], tf.TensorSpec([], tf.int32)
 
-    def share_of_batch(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
-        return share_of(*batch, count, start)
-
     add: Callable[..., Any] = partial(tf.nest.map_structure, tf.add)
     if not spec.is_one_graph:
         start = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
-        share_of_batch = _graph(share_of_batch, input_signature=[batch_types, count_type, start])
+        share_of = _graph(share_of, input_signature=[batch_types, count_type, start])
         add, update = _graph(add), _graph(update)
 
     def step(micro_batches: Sequence[Sequence[Any]], count: Any, learning_rate: Any, flags: Any) -> Any:
@@ -234,7 +232,7 @@ def make_train_step(
         # Every virtual shard starts from the statistics before the step; other micro-batches from the previous one's.
         starts = (first if spec.virtual_shards else values_of(statistics) for _ in micro_batches)
         # Both are lazy: `add_in_tree` takes one share at a time, so a start is read after the share before it.
-        shares = (share_of_batch(batch, count, start) for batch, start in zip(micro_batches, starts, strict=True))
+        shares = (share_of(batch, count, start) for batch, start in zip(micro_batches, starts, strict=True))
         return update(add_in_tree(shares, add), learning_rate, flags)
 
     if spec.is_one_graph:
