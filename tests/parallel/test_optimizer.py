@@ -179,6 +179,10 @@ def _rows_and_errors() -> dict[str, Any]:
         by_turns.apply([gradient, None], pair)
     found["next passes"] = [float(v.numpy()[0]) for v in pair]
     by_turns.apply([gradient, gradient], pair)
+    half, many = keras.Variable([0.0], dtype="bfloat16"), DistributedOptimizer(sgd(1.0), backward_passes_per_step=300)
+    for _ in range(300):  # from the 128th on each is less than a bit of their sum
+        many.apply([tf.constant([2.0**-9], tf.bfloat16)], [half])
+    found["many passes"] = float(half.numpy()[0])
     net = nets.net()
     net.compile(outer, loss="mse")
     errors = {
@@ -213,6 +217,7 @@ def test_rows_of_one_index_and_passes_add_up_and_misuse_is_an_error(jobs: Jobs) 
     (found,) = jobs(1)["rows and errors"]
     assert found["of passes"] == ["iteration", "learning_rate"]
     assert found["many rows"] == pytest.approx(-20, rel=0.01)
+    assert found["many passes"] == pytest.approx(-300 / 512, rel=0.01)
     assert found["loss scale stays outside"] and found["next passes"] == pytest.approx([0.9, 1.0])
     for name, told in ERRORS.items():
         assert told in found[name], name
@@ -260,6 +265,7 @@ def _gradients_of_many_kinds() -> dict[str, list[Any]]:
         factor = {"average": 1.5, "fp16": 1.5, "passes": 6.0}.get(way, 3.0)
         values = [v.numpy().astype("float64").tolist() for v in several]
         found[f"types, {way}"] = [values, [[-factor * (i + 1)] * (i + 1) for i in range(5)]]
+        found[f"updates, {way}"] = [int(optimizer.iterations.numpy()), 1]
     return found
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.folder import CACHE, IMAGES, SUMS, Folder
+from hvd_cifar.data.folder import CACHE, IMAGES, SUMS, Folder, as_text
 from hvd_cifar.data.host_files import NOBODY, Onlooker
 from hvd_cifar.data.pictures import read_image
 from hvd_cifar.data.source import prepare
@@ -80,6 +80,7 @@ def test_other_layouts_and_formats(birds: Path) -> None:
     shutil.rmtree(birds / "VALID" / "bee")  # a class without a test image
     dataset = _read(birds.rename(birds.with_name("cifar10")))
     assert dataset.name == "folder:cifar10"  # it is not that set
+    assert as_text(os.fsdecode(b"caf\xe9")) == "caf\\xe9"  # a name that is not UTF-8
     assert dataset.class_names == CLASSES and dataset.test.labels.tolist() == [0, 0, 2, 2]
     assert (dataset.train.images[np.array([1, 2, 3])] == [_pixels(2), _pixels(3), _pixels(0)]).all()
 
