@@ -50,9 +50,9 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
 
     from hvd_cifar.data.pictures import decode
 
-    exported = tf.saved_model.load(str(tmp_path / "exported" / "saved_model")).serve
+    exported = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
     plain = next(line for line in lines if line["image"].endswith("palette.png") or line["image"].endswith(".gif"))
-    found = exported(decode(Path(plain["image"]), 3)[None])["probabilities"].numpy()[0]
+    found = exported.serve(decode(Path(plain["image"]), 3)[None])["probabilities"].numpy()[0]
     told = {part["class"]: part["probability"] for part in plain["classes"]}
     assert [told[name] for name in sorted(told)] == pytest.approx(found.tolist(), abs=0.02)
 
