@@ -42,7 +42,7 @@ Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
 def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int) -> None:
     """Measure, then print a table in Markdown."""
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.tools.benchmark.step import make_bench
+    from hvd_cifar.tools.benchmark.step import Bench
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
     settings = make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))})
@@ -52,7 +52,7 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int
             with ExitStack() as stack:
                 if switch:
                     switch(stack)
-                step = partial(make_bench(alone, settings).repeat, "step")
+                step = partial(Bench(alone, settings).repeat, "step")
                 step(2)  # the path is chosen while the graph is made
             return step
 

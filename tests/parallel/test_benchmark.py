@@ -67,7 +67,7 @@ def _weights_after_steps() -> dict[str, Any]:
 
     given = {"model": SMALL_NET, "dataset": FEW, "batch_size": 2, "compression": "fp16"}
     with session() as world:
-        bench = step.make_bench(world, TrainSettings.model_validate(given))
+        bench = step.Bench(world, TrainSettings.model_validate(given))
         variables = bench.net.model.variables
         start = [v.numpy() for v in variables]
         digests = {"first": collectives.digest(variables)}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from hvd_cifar.runtime.world import World, session
 from hvd_cifar.tools.benchmark.results import Result, estimate, facts, shown, tell
 from hvd_cifar.tools.settings import BenchmarkStepSettings
 from hvd_cifar.training.step import Averaging, make_train_step
-from hvd_cifar.training.work import Work, bucket_bytes_of, make_averages, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.work import bucket_bytes_of, make_averages, make_net, make_optimizer, prepare, step_spec
 
 # Small, so that the weights stay finite in many steps on one batch. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -33,6 +34,8 @@ LEARNING_RATE = 1e-3
 LEAD_IN = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
 WAYS = ("fed", "step", "compute")  # ways to be compared are neighbours, against drift
+# A process set of this rank alone, which needs no communication.
+ALONE: Any = SimpleNamespace(included=lambda: True, size=lambda: 1)
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -54,7 +57,7 @@ def measure(world: World, options: BenchmarkStepSettings) -> Result:
     step_seconds, minus 1.
     """
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
-    bench = make_bench(world, TrainSettings(**given))
+    bench = Bench(world, TrainSettings(**given))
     taken: dict[str, list[list[float]]] = {way: [] for way in WAYS}  # for each repeat, seconds of a step by rank
     for repeat in range(options.repeats + 1):
         for way in WAYS if repeat % 2 else WAYS[::-1]:
@@ -126,36 +129,20 @@ def judge(found: Result, wanted: float | None) -> None:
         )
 
 
-class Alone:
-    """A process set of this rank alone, which needs no communication."""
-
-    def included(self) -> bool:
-        """This rank is a member."""
-        return True
-
-    def size(self) -> int:
-        """Its number of ranks."""
-        return 1
-
-
-def make_bench(world: World, settings: TrainSettings) -> Bench:
-    """A bench for settings with a batch size; a collective."""
-    work = prepare(settings, world)
-    batch = work.plan.global_batch_size
-    whole = work.plan.examples // batch * batch  # no ragged batch: all take the same time
-    sampler = replace(work.sampler, examples=whole, global_batch_size=batch)
-    device = world.device if "GPU" in world.device else ""
-    given = training_batches(
-        work.dataset.train, work.transforms, sampler, first_step=0, last_step=ENDLESS, device=device
-    )
-    return Bench(world, work, iter(given))
-
-
 class Bench:
     """This rank's part in each of `WAYS`."""
 
-    def __init__(self, world: World, work: Work, batches: Iterator[MicroBatch]) -> None:
-        self.world, self.work = world, work
+    def __init__(self, world: World, settings: TrainSettings) -> None:
+        """Of settings with a batch size; a collective."""
+        self.world = world
+        self.work = work = prepare(settings, world)
+        batch = work.plan.global_batch_size
+        whole = work.plan.examples // batch * batch  # no ragged batch: all take the same time
+        sampler = replace(work.sampler, examples=whole, global_batch_size=batch)
+        device = world.device if "GPU" in world.device else ""
+        batches = training_batches(
+            work.dataset.train, work.transforms, sampler, first_step=0, last_step=ENDLESS, device=device
+        )
         self.net = collectives.on_every_rank(lambda: make_net(work))
         layers = synchronised_layers(self.net.model)
         if layers and world.size > 1:
@@ -167,7 +154,7 @@ class Bench:
             in_memory = MicroBatch(*map(tf.identity, next(batches)))
         self.averages = list(make_averages(work.recipe, self.net, ENDLESS).values())
         together = self._step(make_optimizer(work, self.net, LEARNING_RATE), world.size)
-        alone = self._step(make_optimizer(work, self.net, LEARNING_RATE, Alone()), 1)
+        alone = self._step(make_optimizer(work, self.net, LEARNING_RATE, ALONE), 1)
         self.once: dict[str, Callable[[], Any]] = {
             "fed": lambda: together(next(batches)),
             "step": lambda: together(in_memory),
