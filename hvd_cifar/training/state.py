@@ -41,7 +41,7 @@ class TrainState:
         self.model, self.optimizer = model, optimizer
         self._parts: dict[str, Part] = {}
         self._own: list[Any] = []
-        self._averaged_step = -1
+        self._averaged_step: int | None = None
         drawn = random_states(model)
         left_out = set(map(id, drawn))
         self.add("model", [v for v in model.variables if id(v) not in left_out], core=True)

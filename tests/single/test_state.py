@@ -111,7 +111,7 @@ def test_own_variables_are_averaged_once_a_step_and_come_back_after_a_save_by_th
 
     monkeypatch.setattr("hvd_cifar.training.state.average_variables", average)
     for step, count in ((0, 1), (0, 1), (1, 2), (0, 3)):
-        state.average(step)
+        state.average(1000 * step)
         assert len(averaged) == count and averaged[-1] == [own]
     with state.own_put_back():
         state.average(5)
@@ -153,4 +153,13 @@ def test_names_in_a_checkpoint_and_first_values_are_fixed_for_ever() -> None:
     names = {f"state/{part}/{number}" for part, count in parts.items() for number in range(count)}
     assert set(values_of(_state([([((2,), "float32")], "own")], 0))) == names | {"added/part0/0"}
     state = TrainState(keras.Sequential([keras.Input((2,))]))
-    assert {name: v.tolist() for name, v in values_of(state).items()} == {f"state/{n}/0": 0 for n in list(parts)[3:]}
+    first = {name: (str(v.dtype), v.tolist()) for name, v in values_of(state).items()}
+    assert first == {"state/step/0": ("int64", 0), "state/seconds/0": ("float64", 0.0)}
+
+
+def test_ranks_get_the_state_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone has read the checkpoint."""
+    sent: list[Any] = []
+    monkeypatch.setattr("hvd_cifar.distributed.collectives.broadcast_variables", lambda *given: sent.append(given))
+    (state := _state([], 0)).broadcast()
+    assert [([v.path for v in variables], root) for variables, root in sent] == [([v.path for v in state.variables], 0)]
