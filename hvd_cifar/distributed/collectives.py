@@ -1,6 +1,7 @@
 """Collectives of whole values: broadcast, sums over ranks, gathered objects, shared errors; their names; digests.
 
-Every function here is a collective unless its docstring says "Local": all ranks call it, in the same order.
+Every function here is a collective unless its docstring says "Local": all ranks call it, in the same order. In a
+process that has not started Horovod those of objects and errors act as on the only rank.
 """
 
 from __future__ import annotations
@@ -176,6 +177,15 @@ def all_reduce_in_graph(value: Any, role: str = "values") -> Any:
     return reduce(value)
 
 
+def has_started() -> bool:
+    """Whether this process is a rank: it has started Horovod. Local."""
+    return bool(hvd.is_initialized())
+
+
+def _is_root() -> bool:
+    return not has_started() or hvd.rank() == 0
+
+
 def barrier(process_set: Any = ALL_RANKS) -> None:
     """Wait until all ranks of a process set have called this. Only members of the set may call it."""
     if process_set.size() > 1:
@@ -195,7 +205,7 @@ def digest(variables: Iterable[keras.Variable]) -> str:
 
 def all_gather_object(value: T, process_set: Any = ALL_RANKS) -> list[T]:
     """The objects that the ranks of a process set pass, in the order of the ranks."""
-    if process_set.size() == 1:
+    if not has_started() or process_set.size() == 1:
         return [value]
     mine = np.frombuffer(cloudpickle.dumps(value), np.uint8)
     note(f"all-gather of an object, {len(mine)} bytes here")
@@ -206,8 +216,8 @@ def all_gather_object(value: T, process_set: Any = ALL_RANKS) -> list[T]:
 
 def broadcast_object(value: T) -> T:
     """The object that rank 0 passes."""
-    received = all_gather_object(value if hvd.rank() == 0 else None)[0]
-    return value if hvd.rank() == 0 else received  # type: ignore[return-value]
+    received = all_gather_object(value if _is_root() else None)[0]
+    return value if _is_root() else received  # type: ignore[return-value]
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
@@ -240,10 +250,10 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
 def host_by_host(function: Callable[[], T]) -> T:
     """As `on_every_rank`, but a host's other ranks wait for its first one, and find the files that it downloads."""
-    first = on_every_rank(lambda: [function()] if hvd.local_rank() == 0 else [])
+    first = on_every_rank(lambda: [function()] if _is_root() or hvd.local_rank() == 0 else [])
     return on_every_rank(lambda: first[0] if first else function())
 
 
 def on_root(function: Callable[[], T]) -> T:
     """Call a function on rank 0 alone, and give its result to every rank. Raises as `on_every_rank`."""
-    return broadcast_object(on_every_rank(lambda: function() if hvd.rank() == 0 else None))  # type: ignore[return-value]
+    return broadcast_object(on_every_rank(lambda: function() if _is_root() else None))  # type: ignore[return-value]

@@ -58,10 +58,10 @@ class Trained:
         """Whether logits are the average of six views of an image."""
         return self.recipe.test_time_augmentation
 
-    def read(self, path: Path, ranks: Any = collectives) -> None:
-        """Load a checkpoint. A collective of `ranks`. UserError where it cannot be read, or is of another net."""
-        ranks.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
-        if ranks is collectives:
+    def read(self, path: Path) -> None:
+        """Load a checkpoint. A collective. UserError where it cannot be read, or is of another net."""
+        collectives.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
+        if collectives.has_started():
             self.state.broadcast()
         self.checkpoint = path
         finish_all(self.model)
@@ -70,19 +70,15 @@ class Trained:
 
 
 def rebuild(
-    settings: TrainSettings,
-    run_dir: Path,
-    given: UserObjects | None = None,
-    own: Sequence[str] = (),
-    ranks: Any = collectives,
+    settings: TrainSettings, run_dir: Path, given: UserObjects | None = None, own: Sequence[str] = ()
 ) -> Trained:
-    """The net of a run with its initial weights, without the run's data set. A collective of `ranks`.
+    """The net of a run with its initial weights, without the run's data set. A collective.
 
     `settings` are from `find` or `settings_of`, `own` the specs of objects that the user names instead of the run's.
     UserError where the record lacks the data set, or the model cannot be built.
     """
-    user_code.use_copies(ranks.on_root(lambda: user_code.of_trained(run_dir, own)))
-    named = model_of(settings, given or UserObjects(), ranks)
+    user_code.use_copies(collectives.on_root(lambda: user_code.of_trained(run_dir, own)))
+    named = model_of(settings, given or UserObjects())
 
     def build() -> Trained:
         facts = recorded(run_dir / "config.json")["run"]
@@ -100,16 +96,16 @@ def rebuild(
             state.add("averages", averages.variables, core=True)
         return Trained(resolved, recipe, facts, dataset, net, transforms, state, averages)
 
-    return ranks.host_by_host(build)
+    return collectives.host_by_host(build)
 
 
 def load(settings: RunSettings) -> Trained:
-    """The net of a run in a single process. UserError where there is no such run, checkpoint or net."""
+    """The net of a run, in a process without Horovod. UserError where there is no such run, checkpoint or net."""
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     values, path = find(settings, needs_data=False)
-    trained = rebuild(values, settings.run_dir, own=[settings.model or ""], ranks=user_code.Alone)
-    trained.read(path, user_code.Alone)
+    trained = rebuild(values, settings.run_dir, own=[settings.model or ""])
+    trained.read(path)
     return trained
 
 

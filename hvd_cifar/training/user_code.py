@@ -41,21 +41,15 @@ _texts: dict[str, str] = {}  # of each FILE.py that has been run
 _loads: list[str] = []  # the files that run now
 
 
-class Alone:
-    """Takes the place of `collectives` in a process without Horovod."""
-
-    on_root = on_every_rank = host_by_host = staticmethod(lambda function: function())
-
-
-def load(spec: str, option: str, ranks: Any = collectives) -> Any:
-    """The object that FILE.py:NAME or package.module:NAME names. A collective of `ranks`.
+def load(spec: str, option: str) -> Any:
+    """The object that FILE.py:NAME or package.module:NAME names. A collective.
 
     Every rank runs rank 0's text of FILE.py, even on a host that lacks the file. Modules that FILE.py imports from its
     folder must be on every host. `option`, such as "--model", is for messages: UserError on every rank, with the cause,
     where one cannot find or run the object.
     """
     (place, _, name), what = spec.rpartition(":"), f"{option} {spec}"
-    text = ranks.on_root(lambda: _read(place, what)) if place.endswith(".py") else None
+    text = collectives.on_root(lambda: _read(place, what)) if place.endswith(".py") else None
 
     def find() -> Any:
         with errors_of(what):
@@ -67,7 +61,7 @@ def load(spec: str, option: str, ranks: Any = collectives) -> Any:
             raise UserError(f"{what}: there is no {name} in {place}, which has {public[:200]}")
         return getattr(module, name)
 
-    return ranks.on_every_rank(find)
+    return collectives.on_every_rank(find)
 
 
 def callback(spec: str) -> Any:
@@ -289,12 +283,6 @@ def of_trained(folder: Path, left_out: Sequence[str] = ()) -> Copies:
     `left_out`: specs of objects that the user names instead of the run's. UserError where a copy is damaged.
     """
     copies = _copies_of(folder, left_out)
-    for file in (copies[module][0] for module in _edited(copies)):
-        if file != _program():
-            place = folder / FOLDER
-            complain(f"note: {file} has changed since training: the copy in {place} is used")
+    for module in _edited(copies):
+        complain(f"note: {copies[module][0]} has changed since training: the copy in {folder / FOLDER} is used")
     return copies
-
-
-def _program() -> str:
-    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")

@@ -129,11 +129,11 @@ def work_of(
     return Work(settings, dataset, model, transforms, batch_plan, sampler)
 
 
-def model_of(settings: TrainSettings, given: UserObjects, ranks: Any = collectives) -> Model:
-    """The model that the settings name, or the user's own. A collective of `ranks`."""
+def model_of(settings: TrainSettings, given: UserObjects) -> Model:
+    """The model that the settings name, or the user's own. A collective."""
     if given.model is None and settings.model in models.BUILT_IN:
         return models.BUILT_IN[settings.model]
-    return Model(settings.model, given.model or user_code.load(settings.model, "--model", ranks))
+    return Model(settings.model, given.model or user_code.load(settings.model, "--model"))
 
 
 def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:

@@ -33,11 +33,11 @@ def later():
 @pytest.mark.parametrize("call", ["train(build, epochs=5)", "evaluate('runs/mine')"])
 def test_a_program_is_loaded_up_to_its_training(call: str, tmp_path: Path) -> None:
     (file := tmp_path / "program.py").write_text(PROGRAM.format(call=call))
-    build = user_code.load(f"{file}:build", "--model", user_code.Alone)
+    build = user_code.load(f"{file}:build", "--model")
     assert build((1, 2, 3), 4) == ("net", (1, 2, 3), 4)
     assert not (tmp_path / "after").exists() and not (tmp_path / "runs").exists()
     with pytest.raises(UserError, match="there is no later in .*, which has build"):
-        user_code.load(f"{file}:later", "--model", user_code.Alone)
+        user_code.load(f"{file}:later", "--model")
     sys.path.remove(str(tmp_path))
 
 
