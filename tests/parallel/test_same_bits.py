@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.options import FEW, RESNET8
+from tests.options import FEW, RESNET8, SMALL_NET
 from tests.ranks import run_ranks
 
 SHARDS = 4
 TERMS = 8  # of a sum
-MODELS = {"resnet8": RESNET8}
 Train = Callable[..., tuple[str, ...]]
 AVERAGED = {"ema_decay": 0.9, "test_time_augmentation": False}
 
@@ -81,7 +80,7 @@ def _train(folder: str, runs: list[tuple[str, dict[str, Any]]], threads: int) ->
 
 def _virtual(model: str, steps: int) -> dict[str, Any]:
     """26 examples are no multiple of 4: two shards have 7 of them, two have 6."""
-    return {"model": MODELS.get(model, model), "global_batch_size": 26, "max_steps": steps, "virtual_shards": SHARDS}
+    return {"model": model, "global_batch_size": 26, "max_steps": steps, "virtual_shards": SHARDS}
 
 
 IN_BUCKETS = {"overlap": "on", "bucket_bytes": 20_001}
@@ -103,9 +102,9 @@ def train(tmp_path: Path) -> Train:
 @pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_virtual_shards_end_with_the_same_bits_on_any_number_of_ranks(most: int, train: Train) -> None:
     """Weights, momentum, moving averages, batch norm's statistics; the run continues on half as many ranks."""
-    (early,) = train(most, ("cut", _virtual("resnet8", 2) | IN_BUCKETS))
-    (alone,) = train(1, ("alone", _virtual("resnet8", 4)))
-    assert train(most // 2, ("cut", _virtual("resnet8", 4))) == (alone,)
+    (early,) = train(most, ("cut", _virtual(RESNET8, 2) | IN_BUCKETS))
+    (alone,) = train(1, ("alone", _virtual(RESNET8, 4)))
+    assert train(most // 2, ("cut", _virtual(RESNET8, 4))) == (alone,)
     assert early != alone
 
 
@@ -120,6 +119,6 @@ def test_virtual_shards_of_other_nets_end_with_the_same_bits_on_1_and_2_ranks(tr
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_runs_repeat_to_the_bit(threads: int, train: Train) -> None:
     """The second run sends its gradients in buckets."""
-    run = {"batch_size": 7, "max_steps": 5, "deterministic": True}
+    run = {"model": SMALL_NET if threads == 1 else "tutorial", "batch_size": 7, "max_steps": 5, "deterministic": True}
     one, other = train(3, ("plain", run), ("in buckets", run | {"overlap": "on"}), threads=threads)
     assert one == other

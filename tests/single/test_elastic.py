@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,7 @@ from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.command import first_slots, parse
 from hvd_cifar.launch.elastic import ElasticRun, Roster
-from hvd_cifar.launch.job import Job, Starter
+from hvd_cifar.launch.job import Job
 from hvd_cifar.launch.output import Lost
 from hvd_cifar.runtime import shared_memory
 from hvd_cifar.runtime.shared_memory import TwoVersions, own_folder, versions_in
@@ -217,25 +215,3 @@ def test_an_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
         assert run._rest_silent({"nosuch.invalid"})
         assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 10 s\n"
     assert set(psutil.Process().children()) <= before
-
-
-@pytest.mark.usefixtures("quick")
-def test_slots_that_come_while_hosts_are_asked_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of the first start run 60 s, unless they are asked to stop."""
-    few, more = (Host("localhost", 1),), (Host("localhost", 2),)
-    run = Fake(0, words=["-np", "1", "--elastic", "1:8"], hosts=few)
-    start = run.start
-
-    def start_slowly(hosts: tuple[Host, ...]) -> int:
-        if run.started:
-            return start(hosts)
-        run.started.append(hosts)
-        run.hosts = itertools.repeat(more)
-        time.sleep(0.5)  # longer than SECONDS_BEFORE_RESIZE
-        return run.job.run(Starter([sys.executable, "-c", "import time; time.sleep(60)"], os.environ))
-
-    monkeypatch.setattr(run, "start", start_slowly)
-    monkeypatch.setattr(run, "_watch", partial(ElasticRun._watch, run))
-    began = time.monotonic()
-    assert run.run() == 0
-    assert run.started == [few, more] and time.monotonic() - began < 30
