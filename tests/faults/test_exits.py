@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.training.run_dir import read_summary
 from tests.faults.jobs import Running, start
 from tests.ranks import CHECKOUT, environment
@@ -71,19 +73,10 @@ def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(
     assert done.returncode == code and read_summary(tmp_path / "run") == {}
 
 
-OF_AN_EARLIER_JOB = """
-import sys
-from pathlib import Path
-from hvd_cifar.launch.job import Job, Starter
-words = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
-raise SystemExit(Job(can_stop=False).run(Starter(words, {}, proof=Path(sys.argv[2]))))
-"""
-
-
 @pytest.mark.parametrize(("rank", "code"), [("pass", 1), ("import os, sys; os.utime(sys.argv[1])", 0)])
-def test_the_summary_of_an_earlier_job_is_no_success(rank: str, code: int, tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{}")
-    words = [sys.executable, "-c", OF_AN_EARLIER_JOB, rank, str(tmp_path / "summary.json")]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == code
-    assert done.stderr == "hvd_cifar: all ranks ended with exit code 0, before the job was over\n" * code
+def test_the_summary_of_an_earlier_job_is_no_success(
+    rank: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (proof := tmp_path / "summary.json").write_text("{}")
+    assert Job(can_stop=False).run(Starter([sys.executable, "-c", rank, str(proof)], os.environ, proof=proof)) == code
+    assert capfd.readouterr().err == "hvd_cifar: all ranks ended with exit code 0, before the job was over\n" * code
