@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import signal
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from hvd_cifar.launch.job import Job
-from hvd_cifar.launch.jobs import END_BYTES, Ends, last_step
-from tests.faults.jobs import start
+from hvd_cifar.launch.command import parse
+from hvd_cifar.launch.job import Job, Starter
+from hvd_cifar.launch.jobs import END_BYTES, Ends, _restart, last_step
 
 
 def test_the_last_words_and_the_last_whole_step(tmp_path: Path) -> None:
@@ -39,23 +39,13 @@ def test_three_starts_in_a_row_without_a_step_are_the_last(steps: list[int | Non
     assert (seen.why_no_other_start(b"") == "3 starts in a row ended after the same step") == ends
 
 
-@pytest.mark.slow  # `test_hangs` and `test_horovod_examples` have restarts that go on
-def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:
-    """The rank kills itself at step 5 of each life, before any checkpoint."""
-    program = tmp_path / "deadly.py"
-    program.write_text(
-        "import os, signal\nimport hvd_cifar\n"
-        "class Deadly(hvd_cifar.Callback):\n"
-        "    def on_step(self, run):\n"
-        "        if run.step == 5:\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    launcher: list[Any] = ["-np", 1, "--max-restarts", 5]
-    running = start(launcher, embedded, tmp_path / "run", "--callbacks", f"{program}:Deadly")
-    assert running.wait() == 128 + signal.SIGKILL
-    said = running.said()
-    assert said.count("restart 2 of 5 in 2 s") == 1 and "restart 3" not in said, said
-    assert "does not start again: 3 starts in a row ended after the same step" in said
-    wrong = start(launcher, embedded, tmp_path / "run", "--seed", 3, "--global-batch-size", 32)
-    assert wrong.wait() == 2
-    assert "seed was 0, is 3" in wrong.said() and wrong.said().count("restart") == said.count("restart")
+@pytest.mark.parametrize(("code", "starts", "said"), [(137, 2, "3 starts in a row"), (2, 1, "restart 1 of 5 in 1 s")])
+def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(
+    code: int, starts: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first start was killed after step 5. Jobs that go on: `test_hangs`, `test_horovod_examples`."""
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 5}\n')
+    job = Mock(asked=False, last_words="rank 0 was ended", tail=b"", **{"run.return_value": code})
+    request = replace(parse(["--max-restarts", "5", "train"]), run_dir=tmp_path)
+    assert _restart(137, request, job, Starter([], {})) == code and job.run.call_count == starts
+    assert said in capfd.readouterr().err.splitlines()[-1]
