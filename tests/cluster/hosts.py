@@ -10,9 +10,9 @@ the namespaces go with it, as they do when the test is killed. The hosts' networ
 namespace of its own: the machine's network is not changed, and hosts can connect only to each other.
 
 They share the machine's disk, but each has an own /etc/hosts, /etc/ssh, /dev/shm and `Cluster.own`: a folder whose
-path is the same on all, and whose contents are each host's own. A shell that ssh starts has the tests' Python, and
-nothing else of root's ~/.bashrc: two shells at once may write complaints there (pyenv's), which a job's own output
-would then contain.
+path is the same on all, and whose contents are each host's own. A shell that ssh starts has the tests' Python, prints
+a terminal's title, and has nothing else of root's ~/.bashrc: two shells at once may write complaints there (pyenv's),
+which a job's own output would then contain.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SBIN = "/usr/sbin:/sbin"
 PREFIX = "10.77.0"
 INTERFACE = "eth0"
 UNSHARE = ["unshare", "--fork", "--kill-child=KILL"]
+TITLE = "printf '\\033]0;title\\007'"  # as a login shell may print for a terminal: it ends no line
 BURST = "32k"  # of a limited link, bytes
 # Bytes. `tbf` cuts packets larger than its burst into frames on the processor: 4 MB take 25 ms of it instead of 4.
 # A real network card cuts packets itself.
@@ -226,7 +227,7 @@ class Cluster:
             (host.files / "ssh").mkdir()
             (host.files / "ssh" / "ssh_config").write_text(CLIENT.format(own=self.own))
             (host.files / "ssh" / "sshd_config").write_text(SERVER.format(own=self.own))
-            (host.files / "bashrc").write_text(f'export PATH="{sys.base_prefix}/bin:$PATH"\n')
+            (host.files / "bashrc").write_text(f'export PATH="{sys.base_prefix}/bin:$PATH"\n{TITLE}\n')
             self.set_names(host, self.names())
             self.boot(host)
         wait_for(lambda: all(host.run(["ssh", host.name, "true"]).returncode == 0 for host in self.hosts), "the sshds")

@@ -136,7 +136,7 @@ def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
     assert _wrong(fine) == []
 
 
-SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8])
+SAID = f"a login shell's title{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8])
 IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"
 
 

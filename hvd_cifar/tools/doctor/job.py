@@ -23,7 +23,7 @@ from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.tools.doctor.facts import Job
 from hvd_cifar.tools.settings import DoctorJobSettings
 
-RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
+RESULT = "hvd_cifar.doctor "  # stands before rank 0's line of JSON
 SECONDS_TO_END = 20.0
 TRIES = 3  # of each size
 SIZES = [2**power for power in range(16, 25, 2)]  # bytes
@@ -59,14 +59,15 @@ def run(words: Sequence[str], seconds: float) -> Job:
 def result_of(code: int | None, output: str, errors: str, late: str, seconds: float) -> Job:
     """The job's outcome, from its exit code and output; `late`: what to say if it exceeded the time limit, else ""."""
     lines = [line.strip() for line in errors.splitlines() if line.strip() and "hvd_cifar: note:" not in line]
-    said = next((line for line in output.splitlines() if line.startswith(RESULT)), "")
+    # A login shell may have printed before it, without ending its line.
+    said = output.partition(RESULT)[2].partition("\n")[0]
     if late or code or not said:
         # The line that best says what went wrong: the first error, else the launcher's message, else the last line.
         telling = [line for line in lines if re.search(r"\b\w*(Error|Exception|error)\b", line)][:1]
         telling += [line.partition("hvd_cifar: ")[2] for line in lines if "hvd_cifar: " in line][:1] + lines[-1:]
         telling += [f"it ended with exit code {code} and said nothing"]
         return Job(late or telling[0], seconds=seconds)
-    how, wrong_values, rate = json.loads(said.removeprefix(RESULT))
+    how, wrong_values, rate = json.loads(said)
     return Job("", how, wrong_values, rate, seconds)
 
 
