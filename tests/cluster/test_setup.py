@@ -60,16 +60,38 @@ def prepared(three_hosts: Cluster) -> Iterator[Cluster]:
 def test_hosts_get_the_checkout_and_its_environment(prepared: Cluster) -> None:
     first, second, third = prepared
     run_sh = prepared.own / "checkout" / "run.sh"
-    done = first.run([run_sh, "setup", "--hostfile", prepared.hostfile(1, 1, 1)], env=variables(first), timeout=400)
-    assert done.returncode == 1, done.stderr
-    report = dict(line.split("  ", 1) for line in done.stderr.splitlines()[-3:] if "  " in line)
-    assert report["node2"].startswith("ready: ") and "packages as here" in report["node2"], done.stderr
-    assert "FAILED" in report["node3"] and "move it away" in report["node3"]
-    assert "Nothing to do" in done.stderr.partition("node2")[0]
     sent, theirs = second.files / "checkout", third.files / "checkout"
+
+    def set_up(code: int) -> tuple[str, dict[str, str]]:
+        """All that it says, and its last words on each host."""
+        done = first.run([run_sh, "setup", "--hostfile", prepared.hostfile(1, 1, 1)], env=variables(first), timeout=400)
+        assert done.returncode == code, done.stderr
+        return done.stderr, dict(line.split("  ", 1) for line in done.stderr.splitlines()[-3:] if "  " in line)
+
+    said, report = set_up(1)
+    assert report["node2"].startswith("ready: ") and "packages as here" in report["node2"], said
+    assert "FAILED" in report["node3"] and "move it away" in report["node3"]
+    assert "Nothing to do" in said.partition("node2")[0]
     assert all((sent / name).read_bytes() == (CHECKOUT / name).read_bytes() for name in everywhere.files_of(CHECKOUT))
     assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa", "my-cluster")]
     assert (theirs / "run.sh").exists() and not (theirs / ".venv").exists()
     # It is the environment of that host's launcher.
     done = second.run([run_sh, "--dry-run", "train", "--dataset", "synthetic"], env=variables(second), timeout=400)
     assert done.returncode == 0 and "Setting up" not in done.stderr, done.stderr
+
+    # A host with another package gets all again, and what is gone here goes there. Another host lacks this Python.
+    package = next(sent.glob(".venv/lib/python3*/site-packages/numpy-*.dist-info"))
+    package.rename(package.with_name("numpy-0.1.dist-info"))
+    (sent / "hvd_cifar" / "gone.py").touch()
+    shutil.rmtree(theirs)
+    python = Path(sys.executable).resolve()
+    third.must("mount", "--bind", "/dev/null", python)
+    said, report = set_up(1)
+    assert "node2: gets the checkout" in said and not (sent / "hvd_cifar" / "gone.py").exists()
+    assert report["node3"].startswith("FAILED: no such Python as here, ")
+
+    # Nothing is sent to hosts that have all, or share the disk.
+    third.must("umount", python)
+    third.must("mount", "--bind", first.files / "checkout", prepared.own / "checkout")
+    said, report = set_up(0)
+    assert "gets" not in said and report["node3"] == "ready: shares this checkout"
