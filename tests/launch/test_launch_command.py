@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +23,7 @@ from hvd_cifar.launch import command as of_ranks
 from hvd_cifar.launch import jobs, launcher
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
-from hvd_cifar.launch.cluster.network import Card, Network, Participants, Program, find_network
+from hvd_cifar.launch.cluster.network import Card, Network, Participants, find_network
 from hvd_cifar.launch.command import command, parse, with_allocation
 from hvd_cifar.launch.output import Errors, Lost
 from hvd_cifar.launch.settings import LaunchSettings
@@ -108,17 +106,10 @@ def test_validation_ranks_have_the_last_slots(
 NODES = (Host("n1", 4), Host("n2", 2))
 
 
-def _program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that stands for a program."""
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
-def test_the_nodes_of_a_slurm_job_are_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _program(tmp_path, "srun", "", monkeypatch)
-    given, environ = with_allocation(parse(["-np", "6"]), NODES), {"SLURM_JOB_ID": "1"}
-    assert (given.hosts, given.in_slurm) == (NODES, True) and "^slurm" not in command(given, MPIRUN, environ)
+def test_the_nodes_of_a_slurm_job_are_the_hosts() -> None:
+    environ = {"SLURM_JOB_ID": "1"}
+    given = replace(with_allocation(parse(["-np", "6"]), NODES), in_slurm=True)  # where there is srun
+    assert given.hosts == NODES and "^slurm" not in command(given, MPIRUN, environ)
     named = parse(["-np", "2", "-H", "localhost:2"])
     assert not named.in_slurm and "^slurm" not in command(named, MPIRUN, {})
     words = command(named, MPIRUN, environ)  # not looked for among the job's nodes
@@ -129,11 +120,8 @@ def test_the_nodes_of_a_slurm_job_are_the_hosts(tmp_path: Path, monkeypatch: pyt
         with_allocation(parse(["-np", "4"]), (Host(socket.gethostname(), 1),))
 
 
-def test_named_hosts_need_no_list_of_slurms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_named_hosts_need_no_list_of_slurms(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """In a step on one of two nodes, where Slurm's variables name no tasks of the other one."""
-    _program(tmp_path, "scontrol", "echo n1; echo n2", monkeypatch)
     for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert launcher.main(["-np", "2", "--dry-run", "train"], cli.check) == 2
@@ -196,9 +184,12 @@ def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
         assert parse_host_files(str(path)) == hosts
 
 
-def test_ranks_by_default() -> None:
+def test_ranks_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
     assert [ranks_by_default(gpus, cores) for gpus, cores, _ in cases] == [ranks for *_, ranks in cases]
+    monkeypatch.setattr(of_ranks, "is_for_gpus", lambda: True)
+    monkeypatch.setattr(of_ranks, "gpus_here", lambda: 3)
+    assert (of_ranks.ranks_of(()), of_ranks.ranks_of(NODES)) == (3, 6)
 
 
 def _command(
@@ -311,17 +302,6 @@ def test_any_login_shell_runs_programs_of_several_lines(shell: str) -> None:
     assert ssh.words("host", plain)[-1] == shlex.join(plain)  # what `ps` shows stays readable
 
 
-def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `printf '\\033]0;%s\\007' "$HOSTNAME"` in .bashrc does. Here a script stands for ssh."""
-    script = "printf '\\033]0;b\\007'; for line; do :; done; exec sh -c \"$line\""
-    _program(tmp_path, "ssh", script, monkeypatch)
-    program = Program(Participants(["a", "b"], "a"), "b", "print('{}')\nprint('[1]')", 60)
-    try:
-        assert program.hear(b"{") == {} and program.hear(b"[") == [1]
-    finally:
-        program.end()
-
-
 def test_no_ssh_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "timeout").symlink_to(shutil.which("timeout") or "")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -329,40 +309,24 @@ def test_no_ssh_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost"))
 
 
-@pytest.fixture
-def a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
-    """Make up what the environment is built for, what nvidia-smi does, and CUDA_VISIBLE_DEVICES."""
-
-    def make(built_for: str, nvidia_smi: str, visible: str) -> None:
-        _program(tmp_path, "nvidia-smi", nvidia_smi, monkeypatch)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr(of_ranks, "version", lambda _: f"0.28.1+{built_for}.tf2.21.0")
-
-    return make
-
-
-NVIDIA_SMI = "echo 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-bb)'"
-UNUSED = "note: ranks compute on the CPU, and {} GPUs stay unused; to use them: ./run.sh setup --gpu"
-NONE = "note: ranks compute on the CPU: nvidia-smi lists no GPU here; is the driver loaded?"
-
-
 @pytest.mark.parametrize(
-    ("words", "machine", "ranks", "note"),
+    ("for_gpus", "gpus", "visible", "note"),
     [
-        ("-H localhost:3", ("cpu", NVIDIA_SMI, "1"), 3, UNUSED.format(1)),
-        ("-np 3", ("cpu", NVIDIA_SMI, ""), 3, ""),
-        ("", ("gpu", NVIDIA_SMI, "0,1"), 2, ""),  # a rank per GPU
-        ("-np 3", ("gpu", NVIDIA_SMI, "-1"), 3, ""),
-        ("-np 2", ("gpu", "echo NVIDIA-SMI has failed; exit 9", "0"), 2, NONE),
+        (False, 2, "1,0", "2 GPUs stay unused; to use them: ./run.sh setup --gpu"),
+        (False, 0, "", ""),
+        (True, 2, "0,1", ""),
+        (True, 0, "-1", ""),
+        (True, 0, "0", "nvidia-smi lists no GPU here; is the driver loaded?"),
     ],
 )
-def test_gpus_that_are_unused_or_missing_are_told_once(
-    words: str, machine: tuple[str, str, str], ranks: int, note: str, a_machine: Any, capfd: pytest.CaptureFixture[str]
+def test_gpus_that_are_unused_or_missing_are_told(
+    for_gpus: bool, gpus: int, visible: str, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a_machine(*machine)
-    assert launcher.main(["--dry-run", *words.split(), "train", "--dataset", "synthetic"], cli.check) == 0
-    out, err = capfd.readouterr()
-    assert f" -np {ranks} " in out and err == (f"hvd_cifar: {note}\n" if note else "")
+    monkeypatch.setattr(of_ranks, "is_for_gpus", lambda: for_gpus)
+    monkeypatch.setattr(of_ranks, "gpus_here", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    told = "".join(of_ranks.notes(None))
+    assert note in told and bool(note) == bool(told)
 
 
 RULE = "-" * 74 + "\n"
@@ -468,36 +432,6 @@ def test_what_the_launcher_refuses_imports_no_tensorflow(tmp_path: Path) -> None
     said = done.stderr.splitlines()
     assert done.returncode == 2 and not any(line.endswith((" tensorflow", " keras")) for line in said)
     assert said[-1] == "hvd_cifar: --virtual-shards 4: 3 ranks do not divide them; start 1, 2, 4 ranks"
-
-
-def test_a_signal_while_mpirun_starts_is_not_lost() -> None:
-    program = (
-        "import os, signal, subprocess\nfrom hvd_cifar.launch import job\n"
-        "class Popen(subprocess.Popen):\n"
-        "    def __init__(self, words, **options):\n"
-        "        super().__init__(words, **options)\n"
-        "        if words[0] == 'sleep': os.kill(os.getpid(), signal.SIGTERM)\n"
-        "one = job.Job(can_stop=False)\n"
-        "subprocess.Popen = Popen\n"
-        "print(one.run(job.Starter(['sleep', '60'], os.environ)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert done.stdout == f"{128 + signal.SIGTERM}\n", done.stderr
-
-
-def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for words, told in (
-        (["--hostfile", os.fsdecode(b"caf\xe9"), "train"], b"the name is not UTF-8"),
-        (["python", os.fsdecode(b"caf\xe9.py")], b"python caf\xe9.py: no such file"),
-        (["-H", "a..b:2", "train"], b"a..b"),
-        (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),
-    ):
-        assert launcher.main(words, cli.check) == 2, words
-        said = capfdbinary.readouterr().err
-        assert told in said and said.count(b"\n") == 1, said
 
 
 def test_launchers_of_one_second_name_run_directories_of_their_own(capfd: pytest.CaptureFixture[str]) -> None:
