@@ -62,7 +62,6 @@ def _executed(folder: Path) -> str:
     ("words", "code"),
     [
         (["report", "."], 2),
-        (["predict", ".", "x.png"], 2),
         (["train", "--help"], 0),
         (["setup"], 0),
         (["-np", "2", "--validation-ranks", "1", "--dry-run", "train"], 0),

@@ -59,7 +59,6 @@ def trained(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         "run.sh": [RUN_SH, "-H", "localhost:2"],
         "horovodrun": ["horovodrun", "-np", "2", "hvd_cifar"],
         "horovodrun --gloo": ["horovodrun", "--gloo", "-np", "2", *MODULE],
-        "mpirun": ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", "hvd_cifar"],
     }
 
     @cache
@@ -73,11 +72,9 @@ def trained(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return train
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["horovodrun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("horovodrun --gloo", "mpirun"))],
-)
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)])
 def test_two_ranks_end_alike_whoever_starts_them(launcher: str, trained: Any) -> None:
+    """Under mpirun: `test_examples`."""
     summary, expected = trained(launcher), trained("run.sh")
     assert summary["world_size"] == 2
     assert summary["weights_sha256"] == expected["weights_sha256"]
@@ -181,9 +178,10 @@ def test_set_up_is_not_repeated(tmp_path: Path) -> None:
     for name in ("bash", "dirname", "readlink"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     other = "--cpu" if installer.recorded_options(before[1]).gpu else "--gpu"
-    done = _run([RUN_SH, "setup", other], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "make not found, needed to build Horovod" in done.stderr
+    for variables, compilers in (({}, "c++, g++, clang++"), ({"CXX": "icpx"}, "icpx")):
+        done = _run([RUN_SH, "setup", other], env={"PATH": str(tmp_path), "HOME": str(tmp_path), **variables})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"a C++ compiler ({compilers}) and make not found, needed to build Horovod" in done.stderr
     assert (log.stat().st_mtime_ns, installer.read_record()) == before
 
 
