@@ -20,6 +20,8 @@ def build(image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model,
     if hvd.is_initialized() and hvd.rank() == 0:  # `predict` and `export` have the weights from the checkpoint
         body.load_weights(os.environ["WEIGHTS"])
     body.trainable = False
-    logits = keras.layers.Dense(classes, name="head")(body.output)
+    images = keras.Input(image_shape)
+    halved = keras.layers.Rescaling(0.5)(images)  # a deviation of 1 becomes that of the images that it learned from
+    logits = keras.layers.Dense(classes, name="head")(body(halved))
     recipe = Recipe(decayed=lambda variable: variable.path == "head/kernel", weight_decay=1e-3, epochs=5)
-    return keras.Model(body.input, logits), recipe
+    return keras.Model(images, logits), recipe

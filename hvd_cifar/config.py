@@ -188,8 +188,7 @@ class RunOptions(StepOptions):
     """auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that has one;
     PATH: start from that checkpoint, or from the newest one in that folder."""
     run_dir: fields.LocalPath | None = None
-    """Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or --validation-ranks
-    also the launcher's process id]"""
+    """Folder for the run's output. [default: runs/MODEL-DATE-TIME, under ./run.sh with its process id]"""
     callbacks: fields.Callbacks = ()
     """Your callbacks, such as a.py:A,b.py:B: objects, or classes that are called without arguments."""
 

@@ -1,6 +1,7 @@
 """`fit` that goes on when a rank is lost: `horovodrun --gloo -np 2 --min-np 1 --host-discovery-script S python F`.
 
-S prints a line HOST:SLOTS for each present host, and F is this file. With an argument rank 1 kills itself once.
+S prints a line HOST:SLOTS for each present host, such as localhost:1 and 127.0.0.1:1, and F is this file. With an
+argument rank 1 kills itself once.
 """
 
 import os
