@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from hvd_cifar.training.callbacks import Callback, Run
 if TYPE_CHECKING:
     from hvd_cifar.training.evaluate import Evaluation
 
+LINK = "best"
 RESULT = "result.json"  # in the checkpoint of the best weights: their `Evaluation`
 
 
@@ -26,7 +28,7 @@ def make(run: Run) -> Callback | None:
 
 
 class BestWeights(Callback):
-    """Keeps the checkpoint of the best evaluation in `best`, and ends a run by --early-stopping."""
+    """Has the link `best` keep the checkpoint of the best evaluation, and ends a run by --early-stopping."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
@@ -60,29 +62,18 @@ class BestWeights(Callback):
             summary["best_evaluation"] = {"step": self.best.step, **accuracy}
 
     def _best_so_far(self, run: Run) -> Evaluation | None:
-        """The evaluation of the best weights. Those of later steps are removed: the run has gone back."""
-        from hvd_cifar.training.checkpoint import clear, listed, remove
+        """The evaluation of the best weights; None where there is none, or the run has gone back to an earlier step."""
         from hvd_cifar.training.evaluate import Evaluation
 
-        folder, best = run.run_dir / "best", None
-        with run.files_may_fail("the best weights so far cannot be read"):
-            clear(folder)
-            for path in reversed(listed(folder)):
-                found = Evaluation.read(path / RESULT)
-                if found is None or found.step > run.step:
-                    remove(path)
-                else:
-                    best = found
-        return best
+        best = Evaluation.read(run.run_dir / LINK / RESULT)
+        return best if best and best.step <= run.step else None
 
     def _keep(self, run: Run, evaluation: Evaluation) -> None:
-        from hvd_cifar.training.checkpoint import copy, listed, remove
-
-        best = copy(run.run_dir / "checkpoints" / f"step-{evaluation.step}", run.run_dir / "best")
-        evaluation.write(best / RESULT)
-        for path in listed(best.parent):
-            if path != best:
-                remove(path)
+        checkpoint, new = Path("checkpoints", f"step-{evaluation.step}"), run.run_dir / f".{LINK}"
+        evaluation.write(run.run_dir / checkpoint / RESULT)
+        new.unlink(missing_ok=True)
+        new.symlink_to(checkpoint)
+        new.replace(run.run_dir / LINK)
 
     def _end_where_due(self, run: Run) -> None:
         if not (self.patience and self.best) or run.step == run.total_steps or run.progress.ends_early:

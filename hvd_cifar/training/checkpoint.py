@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,17 +30,17 @@ GONE = "state/rollbacks/0"  # in older checkpoints; nothing reads it
 _STEP = re.compile(r"step-([0-9]{1,18})")
 
 
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[Path]:
-    """A folder for the block to fill. It is then renamed to `path`, whole and on disk.
+def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
+    """Write a checkpoint, values by name, into a folder of checkpoints, whole or not at all. Raises OSError.
 
     A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged. After
     an error no part of it is left.
     """
+    path = folder / f"step-{step}"
     part = path.with_name(f".{path.name}.part")
     try:
         part.mkdir()
-        yield part
+        np.savez(part / VALUES, **values)  # type: ignore[arg-type]
         sync(part / VALUES)
         sync(part)
         if path.exists():
@@ -50,22 +50,7 @@ def _written(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)  # a part of a checkpoint would keep a full disk full
         raise
-
-
-def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
-    """Write a checkpoint, values by name, into a folder of checkpoints, whole or not at all. Raises OSError."""
-    path = folder / f"step-{step}"
-    with _written(path) as part:
-        np.savez(part / VALUES, **values)  # type: ignore[arg-type]
     return path
-
-
-def copy(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint into another folder of checkpoints, whole or not at all. Raises OSError."""
-    folder.mkdir(exist_ok=True)
-    with _written(folder / path.name) as part:
-        shutil.copyfile(path / VALUES, part / VALUES)
-    return folder / path.name
 
 
 def remove(path: Path) -> None:
@@ -156,11 +141,11 @@ class Checkpoints:
         clear(folder)
 
     def save(self) -> Path:
-        """Write the current state. Keep the newest 5 checkpoints up to this step.
+        """Write the current state. Keep the newest 5 checkpoints up to this step, and those that have a link.
 
-        Later checkpoints are removed. They must be damaged, since a run resumes from its newest whole checkpoint.
-        TrainingError where a value is not finite: a step with a finite loss may still spoil the weights. UserError
-        where it cannot be written. Earlier checkpoints are kept.
+        A link in the run directory, such as `best`, keeps its checkpoint. Later checkpoints are removed: they must be
+        damaged, since a run resumes from its newest whole one. TrainingError where a value is not finite: a step with a
+        finite loss may still spoil the weights. UserError where it cannot be written. Earlier checkpoints are kept.
         """
         step, values = int(self.state.step.numpy()), values_of(self.state)
         for name, variable in self.state.named().items():
@@ -179,7 +164,9 @@ class Checkpoints:
             ) from None
         newest_first = listed(self.folder)
         own = newest_first.index(path)
-        for other in (*newest_first[:own], *newest_first[own + KEPT :]):
+        linked = [os.path.realpath(link) for link in self.folder.parent.iterdir() if link.is_symlink()]
+        older = [other for other in newest_first[own + KEPT :] if os.path.realpath(other) not in linked]
+        for other in (*newest_first[:own], *older):
             remove(other)
         return path
 

@@ -40,7 +40,7 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(tmp_p
     assert list(by_step) == [4, 8, 12, 16, 20]
     assert set(by_step.values()) == {summary["best_evaluation"]["validation_accuracy"]}
     assert {e["step"] for e in events if e["event"] == "eval"} == {12, 20}  # the test set is for the end
-    assert [path.name for path in (run_dir / "best").iterdir()] == ["step-4"]
+    assert (run_dir / "best").resolve().name == "step-4"
 
     left = sampler.held_out(0, EXAMPLES, HELD)[0].tolist()
     record = examples(run_dir)

@@ -37,15 +37,19 @@ def _bits(state: TrainState) -> list[bytes]:
     return [np.asarray(v.numpy()).tobytes() for v in state.variables]
 
 
-def test_the_newest_five_are_kept_also_after_a_restart(tmp_path: Path) -> None:
+def test_the_newest_five_and_linked_ones_are_kept_also_after_a_restart(tmp_path: Path) -> None:
+    (folder := tmp_path / "checkpoints").mkdir()
+    (tmp_path / "best").symlink_to("checkpoints/step-2")
+    (tmp_path / "late").symlink_to("checkpoints/step-9")
+    (folder / "step-9").mkdir()  # a damaged one
     for steps in (range(1, 5), range(5, 9)):
         state = _state()
-        checkpoints = Checkpoints(tmp_path, state)
+        checkpoints = Checkpoints(folder, state)
         for step in steps:
             state.step.assign(step)
             checkpoints.save()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step}" for step in range(9 - KEPT, 9)]
-    assert find(tmp_path) == tmp_path / "step-8"
+    assert sorted(p.name for p in folder.iterdir()) == [f"step-{step}" for step in (2, *range(9 - KEPT, 9))]
+    assert find(tmp_path) == folder / "step-8" and find(tmp_path / "best") == tmp_path / "best"
 
 
 def test_a_checkpoint_is_found_by_its_path_its_folder_and_its_run(tmp_path: Path) -> None:

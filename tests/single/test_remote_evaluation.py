@@ -77,20 +77,20 @@ def test_a_run_that_goes_back_drops_what_comes_from_later_steps(run: Any) -> Non
     assert newest_without_result(run.run_dir) is None
 
 
-def test_the_best_checkpoint_is_kept_alone_and_found_again(run: Any) -> None:
+def test_a_link_names_the_best_checkpoint_which_is_found_again(run: Any) -> None:
     best = BestWeights(None)
     for run.step, accuracy in ((10, 0.4), (20, 0.6), (30, 0.5)):
         best.on_evaluation(run, _found(run.step, accuracy))
-    folder = run.run_dir / "best"
-    assert [path.name for path in folder.iterdir()] == ["step-20"] and damage(folder / "step-20") is None
+    link = run.run_dir / "best"
+    assert link.resolve() == run.run_dir / "checkpoints" / "step-20" and damage(link) is None
     best.on_evaluation(run, _found(25, 0.9))  # of a checkpoint that is gone
-    assert [path.name for path in folder.iterdir()] == ["step-20"]
+    assert link.resolve().name == "step-20"
     assert "the best weights, of step 25, are not kept: No such file" in run.warn.call_args.args[0]
     (again := BestWeights(None)).on_start(run)
     assert again.best == _found(20, 0.6)
     run.step = 15
     again.on_start(run)
-    assert again.best is None and not list(folder.iterdir())
+    assert again.best is None
 
 
 def test_a_result_that_comes_after_that_of_a_later_step_counts(run: Any) -> None:
