@@ -4,7 +4,6 @@ The two jobs share the run directory:
 
     checkpoints/step-N         training writes one where an evaluation is due
     validation/step-N.json     empty: training asks for the evaluation of that checkpoint; then the result
-    validation/alive           touched by the validation job, whenever it looks for a checkpoint
 
 The validation job takes the newest checkpoint that is asked for. Neither job waits for the other before training ends.
 Where training goes back to an earlier step, it removes what it has asked for since, and the result is dropped.
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING
 from filelock import FileLock, Timeout
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.runtime.watch import FLOOR
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ SECONDS_BETWEEN_LOOKS = 1.0  # for results, while training
 SECONDS_BETWEEN_LAST_LOOKS = 0.2  # after the last step; of the validation job: for checkpoints
 SECONDS_TO_COME = 60.0  # for validation ranks to start, from the first step on
 SECONDS_FOR_LAST = 600.0  # for the last result, after the last step
-TIME_OUTS = 10  # of --stall-seconds: an evaluation may take as long
 UNREAD = "results of validation ranks cannot be read"
 
 
@@ -76,10 +73,6 @@ def _place(run_dir: Path) -> Path:
     return run_dir / "validation"
 
 
-def _alive(run_dir: Path) -> Path:
-    return _place(run_dir) / "alive"
-
-
 def _checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
@@ -97,7 +90,6 @@ class RemoteEvaluation(Callback):
     def __init__(self) -> None:
         self.began = self.looked = time.monotonic()
         self.results: list[Evaluation] = []  # on rank 0, not yet reported
-        self.sign, self.heard, self.hang = 0.0, time.monotonic(), False  # of the validation job's life
 
     def on_build(self, run: Run) -> None:
         """Leave evaluations during training to the other job. Rank 0 tells the others of results with a flag."""
@@ -136,7 +128,7 @@ class RemoteEvaluation(Callback):
         """Whether a result may still arrive; False on ranks other than 0."""
         now = time.monotonic()
         with run.files_may_fail(UNREAD):
-            if run.world.is_root and newest_without_result(run.run_dir) is not None and now < end and not self.hang:
+            if run.world.is_root and newest_without_result(run.run_dir) is not None and now < end:
                 return has_readers(run.run_dir) or now < self.began + SECONDS_TO_COME
         return False
 
@@ -158,19 +150,7 @@ class RemoteEvaluation(Callback):
         if run.world.is_root:
             with run.files_may_fail(UNREAD):
                 self.results = [found for path in asked_for(run.run_dir).values() if (found := Evaluation.read(path))]
-                self._listen(run)
             run.progress.own_flags[FLAG] = float(bool(self.results))
-
-    def _listen(self, run: Run) -> None:
-        """Warn where the validation job has begun, and then looked for no checkpoint for some time-outs."""
-        limit = TIME_OUTS * (FLOOR if run.settings.stall_seconds is None else run.settings.stall_seconds)
-        alive = _alive(run.run_dir)
-        sign = alive.stat().st_mtime if alive.exists() else 0.0  # by the disk's clock
-        if sign != self.sign or not has_readers(run.run_dir):
-            self.sign, self.heard, self.hang = sign, self.looked, False
-        elif limit and sign and self.looked > self.heard + limit and not self.hang:
-            self.hang = True
-            run.warn(f"the validation ranks hang: no progress for {limit:g} s; training does not wait for them")
 
     def _report(self, run: Run) -> None:
         """Report results on all ranks. A collective."""
@@ -220,8 +200,7 @@ def validate_run(settings: ValidateSettings) -> None:
         with contextlib.suppress(OSError, Timeout):  # another one evaluates, or training is removing a file
             if not lock.is_locked and (run_dir / "config.json").exists():
                 lock.acquire(timeout=1)
-            if lock.is_locked and _place(run_dir).exists():
-                _alive(run_dir).touch()
+            if lock.is_locked:
                 return newest_without_result(run_dir)
         return None
 

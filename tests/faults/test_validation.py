@@ -93,23 +93,6 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
     assert set(missing) | set(_evaluations(job.run_dir)) == set(range(15, 301, 15)) and 285 in missing
 
 
-@pytest.mark.slow
-def test_a_validation_rank_that_hangs_is_told_and_training_ends_without_it(embedded: Path, tmp_path: Path) -> None:
-    """It is stopped after its first result, and still is when training has ended."""
-    told, options = tmp_path / "told", [*EVALUATED, "--max-steps", 300, "--stall-seconds", 2]
-    job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", *options, pace=slow_until(told))
-    try:
-        job.wait_until(partial(job.has_said, "it came at step"))
-        (validator,) = _validators(job)
-        validator.suspend()
-        job.wait_until(partial(job.has_said, "the validation ranks hang: no progress for 20 s"), 90)
-        told.touch()
-        assert job.wait(60) == 0 and not job.left(), job.said()
-    finally:
-        job.end()
-    assert 285 in runs.summary(job.run_dir)["evaluations_missing"]
-
-
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
     job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", "--eval-every", 10)
     try:

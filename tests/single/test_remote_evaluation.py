@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Any:
     (tmp_path / "checkpoints").mkdir()
     made: Any = mock.Mock(run_dir=tmp_path, step=0, total_steps=500, watched="validation", evaluation_is_due=True)
     made.files_may_fail = partial(Run.files_may_fail, made)
-    made.progress.ends_early, made.progress.stop_requested, made.settings.stall_seconds = "", False, None
+    made.progress.ends_early, made.progress.stop_requested = "", False
     made.progress.flags, made.progress.own_flags = {}, {}
     made.ranks.broadcast_object, made.ranks.on_root = (lambda value: value), (lambda function: function())
     made.reporter.evaluated, made.plan.steps_per_epoch = defaultdict(set), 10
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(run: Any) -> No
     """It is no error of the run: the weights do not depend on it."""
     remote = RemoteEvaluation()
     _ask(remote, run, 10)
-    assert remote._is_awaited(run, math.inf)
+    assert remote._is_awaited(run, math.inf) and not remote._is_awaited(run, 0.0)
     remote.began -= remote_evaluation.SECONDS_TO_COME
     assert not remote._is_awaited(run, math.inf)  # nobody evaluates
     remote.began = math.inf
