@@ -112,8 +112,7 @@ class Run:
     """A run, as callbacks see it on every rank. Attributes are read-only, except where their text says otherwise.
 
     Attributes:
-        work, net: what the attributes below are taken from.
-        optimizer: distributed, and built for the model's variables.
+        work, net: what the run trains, and what the model is made of.
         state: all variables of the run; callbacks add theirs.
         world: this rank and the others: rank, size, host, device.
         ranks: the module `hvd_cifar.distributed.collectives`. Its `all_gather_object(value)` and
@@ -122,51 +121,71 @@ class Run:
             `barrier()` waits for all. Every rank calls them, in the same order.
         schedule: learning rate by step.
         progress: step, losses and clock.
-        run_dir: folder of the run's files, on rank 0's host; there from `on_restore` on.
+        run_dir: folder of the run's files, on rank 0's host.
+        reporter: what writes these files.
+        checkpoints: those of the run, on rank 0.
         callbacks: those of this program and the user's, in the order in which they are called.
         observers: of the step.
-        checkpoints: those of the run, on rank 0.
         is_evaluated_here: whether these ranks evaluate during training; a callback may set it to False in `on_build`.
         evaluation: the newest `Evaluation`; None before the first.
         summary: what summary.json holds; empty before the end.
-        reporter: what writes the run's files; there from `on_restore` on.
-        settings: every option, with values where the user gave none.
-        plan: the batch arithmetic.
-        recipe: the model's, with the changes of --set.
-        data, dataset: the data set, and its name.
-        watched: the part of it that is evaluated during training, "test" or "validation".
-        model: the Keras model that is trained.
     """
 
     work: Work
     net: Net
-    optimizer: Any
     state: TrainState
     world: World
     ranks: Any
     schedule: Schedule
     progress: Progress
-    run_dir: Path = Path()
+    run_dir: Path
+    reporter: Reporter
+    checkpoints: Checkpoints | None
     callbacks: Sequence[Callback] = ()
     observers: list[StepObserver] = field(default_factory=list)
-    checkpoints: Checkpoints | None = None
     is_evaluated_here: bool = True
     evaluation: Any = None
     summary: Mapping[str, Any] = field(default_factory=dict)
-    reporter: Reporter = field(init=False)
-    settings: TrainSettings = field(init=False)
-    plan: Plan = field(init=False)
-    recipe: Recipe = field(init=False)
-    data: Dataset = field(init=False)
-    dataset: str = field(init=False)
-    watched: str = field(init=False)
-    model: keras.Model = field(init=False)
-    _lines: list[str] | None = field(default_factory=list)  # said before the lines about the run; then None
 
-    def __post_init__(self) -> None:
-        self.settings, self.plan, self.recipe = self.work.settings, self.work.plan, self.work.recipe
-        self.data, self.dataset, self.model = self.work.dataset, self.work.dataset.name, self.net.model
-        self.watched = "validation" if self.data.validation else "test"
+    @property
+    def settings(self) -> TrainSettings:
+        """Every option, with values where the user gave none."""
+        return self.work.settings
+
+    @property
+    def plan(self) -> Plan:
+        """The batch arithmetic."""
+        return self.work.plan
+
+    @property
+    def recipe(self) -> Recipe:
+        """The model's, with the changes of --set."""
+        return self.work.recipe
+
+    @property
+    def data(self) -> Dataset:
+        """The data set."""
+        return self.work.dataset
+
+    @property
+    def dataset(self) -> str:
+        """The name of the data set."""
+        return self.data.name
+
+    @property
+    def watched(self) -> str:
+        """The part of the data set that is evaluated during training, "test" or "validation"."""
+        return "validation" if self.data.validation else "test"
+
+    @property
+    def model(self) -> keras.Model:
+        """The Keras model that is trained."""
+        return self.net.model
+
+    @property
+    def optimizer(self) -> Any:
+        """Distributed, and built for the model's variables."""
+        return self.state.optimizer
 
     @property
     def step(self) -> int:
@@ -198,26 +217,17 @@ class Run:
         """Whether --eval-every asks for an evaluation of this step. False at the last step: the end evaluates it."""
         return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
 
-    def introduce(self, lines: Sequence[str]) -> None:
-        """Print the lines about the run, then those that callbacks have said before."""
-        waiting, self._lines = self._lines or [], None
-        for line in (*lines, *waiting):
-            self.say(line)
-
     def is_due(self, every: int) -> bool:
         """Whether the last step is a multiple of `every`; 0: never."""
         return every > 0 and self.step % every == 0
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""
-        (self.reporter.say if self._lines is None else self._lines.append)(line)
+        self.reporter.say(line)
 
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error, on rank 0; with `step` also record it."""
-        if self._lines is None:
-            self.reporter.warn(line, step)
-        else:
-            self._lines.append(line)
+        self.reporter.warn(line, step)
 
     @contextmanager
     def files_may_fail(self, what: str) -> Iterator[None]:

@@ -109,7 +109,6 @@ class Progress:
     Attributes:
         step: finished global steps; `first_step`: those of earlier processes.
         saved_step: of the newest checkpoint of this run; -1: none.
-        stop_requested: by any rank: the run saves this step and stops.
         ends_early: why this step is the last one; the same on all ranks.
         fetches_each_step: whether each step's results are fetched before the next step.
         own_flags: numbers that this rank sends the others with each step's loss, by name, until they change. A callback
@@ -126,7 +125,6 @@ class Progress:
         self.flags: dict[str, float] = defaultdict(float)
         self.losses: Losses | None = None  # of the last step whose result was fetched
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
-        self.stop_requested = False
         self.ends_early = ""
         self.fetches_each_step = False
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
@@ -139,6 +137,11 @@ class Progress:
         self.step = self.first_step = first_step
         self.saved_step, self._saved_at = saved_step, time.monotonic()  # or the process begins its steps
         self._next_look = first_step + 1
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank has asked to stop: the run saves this step and stops."""
+        return self.flags["stop"] > 0
 
     @property
     def loss(self) -> float | None:
@@ -190,7 +193,6 @@ class Progress:
             if not math.isfinite(loss):
                 raise self.diverged(f"loss = {loss} at step {step}", step - 1)
             self.losses = Losses(loss - penalty, penalty, loss)
-            self.stop_requested |= self.flags["stop"] > 0
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(self.flags["seconds"], 1e-6)))
         if unseen:
             now = time.perf_counter()

@@ -14,13 +14,14 @@ from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.files import replace_text
+from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.ranks import differences
-from hvd_cifar.runtime.world import lost_rank, versions
+from hvd_cifar.runtime.world import World, lost_rank, versions
 from hvd_cifar.training import run_dir, user_code
 from hvd_cifar.training.callbacks import Run
-from hvd_cifar.training.work import UserObjects, bucket_bytes_of
+from hvd_cifar.training.work import UserObjects, Work, bucket_bytes_of
 
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
@@ -55,19 +56,19 @@ def compared(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     return {**{name: kept[name] for name in names}, **facts}
 
 
-def must_match(run: Run, given: UserObjects) -> dict[str, Any]:
+def must_match(work: Work, world: World, schedule: Schedule, given: UserObjects) -> dict[str, Any]:
     """Facts that must be the same for a run to resume. A collective."""
-    work, settings, recipe = run.work, run.settings, run.recipe
+    settings, recipe = work.settings, work.recipe
     # The name, not "auto", under which a later evaluation might find another data set. An object's gets a prefix, so
     # that it names no built-in set.
     is_object, named = isinstance(given.dataset, Dataset), settings.dataset
     return {
-        "dataset": fields.OBJECT_DATASET * is_object + run.dataset if is_object or named == "auto" else named,
+        "dataset": fields.OBJECT_DATASET * is_object + work.dataset.name if is_object or named == "auto" else named,
         "global_batch_size": work.plan.global_batch_size,
         "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
         "test_sha256": collectives.on_root(lambda: work.dataset.test.digest),
-        "learning_rate_schedule": collectives.on_every_rank(lambda: run.schedule.exact),
-        "convolutions": _kernels(run),
+        "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
+        "convolutions": _kernels(settings, world),
         **{name: getattr(recipe, name) for name in RECIPE},
         "image_scales": list(recipe.image_scales),
     }
@@ -96,17 +97,19 @@ def facts_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _kernels(run: Run) -> str:
+def _kernels(settings: TrainSettings, world: World) -> str:
     """The convolution kernels of all ranks, in words. UserError under --virtual-shards, where they differ."""
-    named = differences((rank.host, rank.kernels) for rank in run.world.ranks)
-    if named and run.settings.virtual_shards:
+    named = _unlike_kernels(world)
+    if named and settings.virtual_shards:
         raise UserError(
             f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "
             "set up all alike, set HVD_CIFAR_VECTORS to the smallest, or leave the slower hosts out"
         )
-    if named:
-        run.say(f"note: hosts compute convolutions differently, results differ by rounding: {named}")
-    return named or run.world.ranks[run.world.rank].kernels
+    return named or world.ranks[world.rank].kernels
+
+
+def _unlike_kernels(world: World) -> str:
+    return differences((rank.host, rank.kernels) for rank in world.ranks)
 
 
 def write(run: Run, given: UserObjects, compared: dict[str, Any]) -> None:
@@ -159,6 +162,8 @@ def describe(run: Run) -> list[str]:
         lines.insert(1, f"{held} of {plan.examples + held} training examples are held out for evaluation")
     if world.size > 1 and (size := bucket_bytes_of(work, net.model)):
         lines.append(f"gradients leave in buckets of {size / 2**10:.4g} KiB")
+    if named := _unlike_kernels(world):
+        lines.append(f"note: hosts compute convolutions differently, results differ by rounding: {named}")
     return lines
 
 

@@ -39,12 +39,12 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
 def claim(settings: TrainSettings, facts: dict[str, Any]) -> tuple[Path, Path | None]:
     """Choose, make and lock the run directory, and find the checkpoint to resume from; for rank 0.
 
-    The lock stays until `release`, also after an error. UserError where the folder is in use, not writable, or of
+    It stays so until `release`, also after an error. UserError where the folder is in use, not writable, or of
     another run. `facts`: what must be the same; see `record.compared`.
     """
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     try:
-        # Not by os.path.exists: a folder that cannot be read for a moment is not new, and must not be removed below.
+        # Not by os.path.exists: a folder that cannot be read for a moment is not new, and must not be removed.
         is_new = not run_dir.exists()
         foreign = [name for name in OF_A_RUN if (run_dir / name).exists()]
         foreign += [path.name for path in checkpoint.listed(run_dir / "checkpoints")]
@@ -53,20 +53,14 @@ def claim(settings: TrainSettings, facts: dict[str, Any]) -> tuple[Path, Path | 
                 f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder"
             )
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _held.append(_locked(run_dir / ".lock"))
+        _held.append((_locked(run_dir / ".lock"), run_dir if is_new else None))
     except Timeout:
         raise UserError(
             f"--run-dir {run_dir}: another run is writing there; wait for it, or give another one"
         ) from None
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
-    try:
-        return run_dir, _checkpoint_to_resume(settings, run_dir, facts)
-    except UserError:
-        if is_new:  # a run that cannot begin leaves no folder
-            release()
-            shutil.rmtree(run_dir, ignore_errors=True)
-        raise
+    return run_dir, _checkpoint_to_resume(settings, run_dir, facts)
 
 
 def _locked(path: Path) -> FileLock:
@@ -100,13 +94,19 @@ def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, facts: dict[st
     return checkpoint.find(Path(settings.resume))
 
 
-_held: list[FileLock] = []  # of run directories that this process has claimed
+_held: list[tuple[FileLock, Path | None]] = []  # of run directories that this process has claimed; the new folder
 
 
 def release() -> None:
-    """Release the run directories that this process has claimed; only rank 0 has any."""
+    """Release the run directories that this process has claimed; only rank 0 has any.
+
+    A new one without config.json is removed: a run that cannot begin leaves no folder.
+    """
     while _held:
-        _held.pop().release()
+        lock, new = _held.pop()
+        lock.release()
+        if new and not (new / "config.json").exists():
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

@@ -72,31 +72,28 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
         world = replace(world, algorithm="all-to-all and all-gather")  # for the first lines of output alone
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
+    # The run directory, and the checkpoint to begin with.
+    facts = record.must_match(work, world, schedule, given)
+    folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, record.compared(work.settings, facts)))
+
     # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
-    run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch)))
+    run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, folder, Progress(watch)))
     net_checks.refuse_unlike(run)
+    for line in record.describe(run):
+        run.say(line)
     _add_callbacks(run, averages, given)
 
     # Proof that the ranks' shares add up to the gradient of the global batch's mean loss.
     proof = prove_averaging(run.optimizer, contributions="sum")
+    run.say(f"start-up proof: {proof}")
 
-    # The run directory, and the state to begin with.
-    facts = record.must_match(run, given)
-    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(run.settings, record.compared(run.settings, facts)))
-    root_folder = run.run_dir if world.is_root else None
-    if root_folder:
-        run.checkpoints = Checkpoints(root_folder / "checkpoints", run.state)
-    run.reporter = Reporter(root_folder, run.dataset, run.total_steps, run.settings.quiet)
+    # The state to begin with.
     source = _restore(run, newest)
     record.write(run, given, facts)
-
-    # Lines about the run, and what the watchdog asks of it.
-    run.introduce(record.describe(run))
-    run.say(f"start-up proof: {proof}")
-    run.say(f"run directory {run.run_dir}")
+    run.say(f"run directory {folder}")
     if source:
         run.say(f"resumed from {source} at step {run.step}")
-    run.progress.watch.run_dir = run.run_dir
+    run.progress.watch.run_dir = folder  # for the stacks of a rank that hangs
     run.progress.watch.waits_in_step = run.progress.waits.is_running
     return Trainer(run)
 
@@ -115,7 +112,7 @@ def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> Non
         run.observe(Averaging(average))
 
 
-def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> tuple[Run, list[Any]]:
+def _build(work: Work, world: World, schedule: Schedule, folder: Path, progress: Progress) -> tuple[Run, list[Any]]:
     """The run with a new net and optimizer, and the averages of its weights. UserError where settings do not fit."""
     net, averages = make_net(work), []
     optimizer = make_optimizer(work, net, schedule(0))
@@ -125,7 +122,11 @@ def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> 
     for name, average in make_averages(work.recipe, net, work.plan.all_steps).items():
         state.add(name, average.variables, core=True)
         averages.append(average)
-    return Run(work, net, optimizer, state, world, collectives, schedule, progress), averages
+    root_folder = folder if world.is_root else None
+    checkpoints = Checkpoints(root_folder / "checkpoints", state) if root_folder else None
+    reporter = Reporter(root_folder, work.dataset.name, work.plan.total_steps, work.settings.quiet)
+    run = Run(work, net, state, world, collectives, schedule, progress, folder, reporter, checkpoints)
+    return run, averages
 
 
 def _restore(run: Run, newest: Path | None) -> str:

@@ -92,7 +92,7 @@ def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.
 def test_a_run_stops_only_where_its_step_is_saved() -> None:
     """A request may be noticed after the callback that saves; the next step's is then the one that saves."""
     progress = _progress(5, 3)
-    progress.stop_requested = True
+    progress.flags["stop"] = 1.0
     run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r", progress=progress, warn=lambda line: None)
     trainer = Trainer.__new__(Trainer)
     trainer.run = run
