@@ -80,13 +80,9 @@ def broadcast_variables(
     sizes = [(v.shape.num_elements() or 0) * v.dtype.size for v in variables]
     for bucket in buckets.plan(sizes, BROADCAST_BYTES):
         chosen = [variables[i] for i in bucket]
-        values = [_bytes_of(v.read_value()) for v in chosen]
         note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
         name = in_graph("Broadcast", "variables")
-        received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set, **name)
-        for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
-            is_bool = variable.dtype == tf.bool
-            variable.assign(tf.cast(piece, tf.bool) if is_bool else tf.bitcast(piece, variable.dtype))
+        unpack(hvd.broadcast(pack(chosen), root_rank, process_set=process_set, **name), chosen)
     for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with constants that it made of its weights
@@ -127,6 +123,19 @@ def random_states(model: keras.Model) -> list[keras.Variable]:
     """The states of a model's random generators, int64 [2] each: seed and count. Local."""
     found = [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
     return list({id(state): state for state in found}.values())  # layers may share a generator
+
+
+def pack(variables: Sequence[Any]) -> Any:
+    """The values of TensorFlow's variables of any types as bytes, one after the other: uint8 [n]. Local."""
+    return buckets.flat([_bytes_of(v.read_value()) for v in variables])
+
+
+def unpack(content: Any, variables: Sequence[Any]) -> None:
+    """Set variables to the values that `pack` has made of them, bit for bit. Local."""
+    pieces = buckets.pieces(content, [_bytes_of(v.read_value()) for v in variables])
+    for variable, piece in zip(variables, pieces, strict=True):
+        is_bool = variable.dtype == tf.bool
+        variable.assign(tf.cast(piece, tf.bool) if is_bool else tf.bitcast(piece, variable.dtype))
 
 
 def _bytes_of(value: Any) -> Any:

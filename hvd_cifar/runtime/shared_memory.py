@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -58,15 +57,14 @@ class TwoVersions:
                     "--shm-size, or leave --elastic out"
                 ) from None
 
-    def write(self, version: int, pieces: Iterable[NDArray[np.uint8]]) -> None:
-        """Replace the older version by `pieces`, which make up all bytes."""
+    def write(self, version: int, content: NDArray[np.uint8]) -> None:
+        """Replace the older version by these bytes."""
         held = versions_in(self._folder)
         free = self._folder / FREE[not held]
         if len(held) == len(FREE):
             (self._folder / str(min(held))).rename(free)
         with free.open("r+b") as file:  # its memory is allocated
-            for piece in pieces:
-                file.write(piece.data)
+            file.write(content.data)
         free.rename(self._folder / str(version))
 
     def read(self, version: int) -> NDArray[np.uint8]:

@@ -86,11 +86,11 @@ def test_the_older_version_is_replaced(tmp_path: Path) -> None:
     copies = TwoVersions(tmp_path, 10)
     assert versions_in(tmp_path) == versions_in(tmp_path / "none") == []
     for step in (4, 5, 6):
-        copies.write(step, [_bytes(step), _bytes(step + 100, 4)])
+        copies.write(step, np.concatenate([_bytes(step), _bytes(step + 100, 4)]))
     again = TwoVersions(tmp_path, 10)  # a later process
     assert sorted(versions_in(tmp_path)) == [5, 6]
     assert again.read(5).tolist() == [5] * 6 + [105] * 4
-    again.write(7, [_bytes(7, 10)])
+    again.write(7, _bytes(7, 10))
     assert sorted(versions_in(tmp_path)) == [6, 7] and len(list(tmp_path.iterdir())) == 2
 
 
@@ -194,7 +194,7 @@ def test_starts_count_that_make_no_step(
     def make_step(hosts: tuple[Host, ...]) -> int:
         step = len(run.started) + 1
         if step in (1, 2):
-            copies.write(step, [_bytes(0, 4)])
+            copies.write(step, _bytes(0, 4))
         elif step in (3, 4):
             (tmp_path / "metrics.jsonl").write_text(f'{{"event": "train", "step": {step}}}\n')
         return start(hosts)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_cifar.extensions.elastic_copies import _Values
+from hvd_cifar.distributed.collectives import pack, unpack
 from hvd_cifar.training.checkpoint import restore, values_of, write
 from hvd_cifar.training.state import Kind, TrainState
 
@@ -65,13 +65,11 @@ def test_what_is_registered_survives_a_checkpoint(parts: list[Part], more: list[
 @given(PARTS)
 def test_what_is_registered_survives_a_copy_in_memory(parts: list[Part]) -> None:
     state = _state(parts, 1)
-    values = _Values(state.variables)
-    content = np.concatenate(values.pieces())
-    assert len(content) == values.size
-    before = _bits(state)
+    variables = [getattr(v, "value", v) for v in state.variables]
+    content, before = pack(variables).numpy(), _bits(state)
     for variable in state.variables:
         variable.assign(np.zeros(variable.shape))
-    values.assign(content)
+    unpack(content, variables)
     assert _bits(state) == before
 
 
