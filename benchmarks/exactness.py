@@ -75,7 +75,7 @@ class _Course:
     def train(self, ranks: int) -> Path:
         run_dir = self._place(f"{ranks}-ranks")
         more = ["--sync-batch-norm"] if self.settings.model != "tutorial" else []
-        words = jobs.command(ranks, *self.options, *QUIET, *more, "--run-dir", run_dir, "--resume", "never")
+        words = jobs.command(ranks, *self.options, *QUIET, *more, "--run-dir", run_dir)
         jobs.run(words, run_dir / "log")
         return run_dir
 

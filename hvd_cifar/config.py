@@ -185,8 +185,8 @@ class RunOptions(StepOptions):
     """Hold out this many training examples, drawn by --seed, and evaluate on them during training. The test set is then
     used only at the end. [default: none; evaluate on the test set]"""
     resume: fields.PathOrWord = "auto"
-    """auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that has one;
-    PATH: start from that checkpoint, or from the newest one in that folder."""
+    """auto: resume from the newest checkpoint in --run-dir, if there is one; PATH: start from that checkpoint, or from
+    the newest one in that folder."""
     run_dir: fields.LocalPath | None = None
     """Folder for the run's output. [default: runs/MODEL-DATE-TIME, under ./run.sh with its process id]"""
     callbacks: fields.Callbacks = ()

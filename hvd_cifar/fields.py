@@ -77,8 +77,8 @@ def _dataset(given: str) -> str:
 
 
 def _place(given: str) -> str:
-    """auto and never as they are; any other text as an absolute path."""
-    return given if given in ("auto", "never") else str(absolute(Path(given)))
+    """auto as it is; any other text as an absolute path."""
+    return given if given == "auto" else str(absolute(Path(given)))
 
 
 def _image_size(given: Any) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def commands(small: bool, has_torch: bool) -> list[Command]:
         return [kernels]
     tests = ("{python}", "-m", "pytest", "-q", "-n", "6", "-p", "no:cacheprovider", "tests/launch/test_on_gpu.py")
     train = ["{python}", "-m", "hvd_cifar", "train", "--model", "fast", "--dataset", "cifar10"]
-    train += ["--data-dir", "{data}", "--run-dir", "{folder}/fast", "--resume", "never", "--quiet"]
+    train += ["--data-dir", "{data}", "--run-dir", "{folder}/fast", "--quiet"]
     keys = ("test_accuracy", "test_accuracy_of_one_view", "training_seconds")
     airbench = ("{torch}", "-m", "benchmarks.peers.airbench", "--data-dir", "{data}", "--device", "cuda")
     found = [Command("tests", tests, 100), Command("fast", train, 60, "fast/summary.json", keys)]

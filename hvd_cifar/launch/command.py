@@ -45,7 +45,6 @@ class Request:
     hosts: tuple[Host, ...] = ()  # (): this machine
     in_slurm: bool = False  # whether the hosts are the nodes of this Slurm allocation, which starts programs there
     run_dir: Path = Path()  # set where restarts, elastic and validation ranks need it, and where rank 0 trains here
-    of_restarts: tuple[str, ...] = ()  # options that restarts add to the command
     variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
 
     @property

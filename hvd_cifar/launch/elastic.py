@@ -110,9 +110,8 @@ class ElasticRun:
     def start(self, hosts: tuple[Host, ...]) -> int:
         """Run the command on hosts, and return its exit code. Raises Unreachable and UserError."""
         named = hosts if self.request.hosts else ()  # (): this machine, which messages do not name
-        words = self.request.command + (self.request.of_restarts if self.has_started else ())
         variables = {ELASTIC: json.dumps(ElasticJob(self.folder.name, self.ranks or 0))}
-        now = replace(self.request, command=words, ranks=slots_of(hosts), hosts=named, variables=variables)
+        now = replace(self.request, ranks=slots_of(hosts), hosts=named, variables=variables)
         return self.job.run(make_starter(now))
 
     def run(self) -> int:

@@ -62,7 +62,7 @@ def launch(request: Request, settings: Any) -> int:
     with _running(validation) if validation else contextlib.nullcontext():
         code = job.run(starter)
         if given.max_restarts:
-            code = _restart(code, request, job, replace(starter, words=[*starter.words, *request.of_restarts]))
+            code = _restart(code, request, job, starter)
     return code
 
 

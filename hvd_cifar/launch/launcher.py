@@ -96,9 +96,7 @@ def _with_run_dir(request: Request, settings: config.TrainSettings) -> Request:
     # Rank 0 makes the folder seconds later: other launchers of this second must have other names.
     run_dir = settings.run_dir or config.unused_run_dir(settings.model, str(os.getpid()))
     of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
-    # --resume never is for the first start. A restart resumes the run that it began.
-    of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
-    return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
+    return replace(request, command=request.command + of_run_dir, run_dir=run_dir)
 
 
 def _stop_early(number: int, _: object) -> None:

@@ -123,8 +123,7 @@ def write(run: Run, given: UserObjects, compared: dict[str, Any]) -> None:
 
 
 def _write(run: Run, facts: dict[str, Any]) -> None:
-    path, resume = run.run_dir / "config.json", run.settings.resume
-    began_from = "auto" if resume == "never" else resume  # "never" would refuse to resume the run
+    path, began_from = run.run_dir / "config.json", run.settings.resume
     if run.step and path.exists():  # a resumed run keeps the record of where it began
         began_from = run_dir.recorded(path).get("resume", began_from)
     repeatable = run.settings.model_copy(

@@ -78,10 +78,6 @@ def _locked(path: Path) -> FileLock:
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, facts: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
-    if settings.resume == "never":
-        if checkpoint.listed_for_user(run_dir):
-            raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
-        return None
     own, path = checkpoint.find(run_dir), run_dir / "config.json"
     if settings.resume == "auto" or (own and recorded(path).get("resume") == settings.resume):
         if path.exists():  # even without a checkpoint: a killed run may have none
@@ -121,8 +117,6 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def origin(settings: TrainSettings) -> Path | None:
     """The config.json of the run to resume: the run directory's own, or that of the checkpoint to start from."""
     own = settings.run_dir / "config.json" if settings.run_dir else None
-    if settings.resume == "never":
-        return None
     if settings.resume == "auto" or (own is not None and os.path.exists(own)):
         return own
     return _given(settings.resume)[0].parent.parent / "config.json"
@@ -132,7 +126,7 @@ def _given(place: str) -> list[Path]:
     """The checkpoints of --resume PATH, the newest first; not checked."""
     found = checkpoint.listed_for_user(Path(place))
     if not found:
-        raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
+        raise UserError(f"--resume {place}: no checkpoint is there; give auto or a checkpoint's path")
     return found
 
 

@@ -71,7 +71,7 @@ def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[], subproces
 
     def start() -> subprocess.Popen[bytes]:
         words: list[str | Path] = [*launcher(), "-H", "node2:1,node3:1"]
-        words += training(data, three_hosts.own / "endless", "--resume", "never", *ENDLESS)
+        words += training(data, three_hosts.own / "endless", *ENDLESS)
         with output.open("wb") as file:
             process = three_hosts[0].start(words, env=variables(three_hosts[0]), stdout=file, stderr=file)
         wait_for(lambda: b"step 2, loss" in output.read_bytes(), "step 2", 300, process)
