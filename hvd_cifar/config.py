@@ -250,8 +250,6 @@ class EvaluateSettings(RunSettings):
     """Data set to evaluate on. [default: the run's]"""
     data_dir: fields.LocalPath | None = None
     """Folder of the data set. [default: the run's]"""
-    batch_size: fields.ExampleCount | None = None
-    """Examples a rank evaluates at a time. [default: 500 of 32 x 32 pixels, fewer of larger images]"""
     output: fields.LocalPath | None = None
     """JSON file to write the result to."""
 

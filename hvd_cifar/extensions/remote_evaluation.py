@@ -229,7 +229,7 @@ def _evaluator(run_dir: Path, world: World) -> Callable[[int], Evaluation | None
     trained = rebuild(settings, run_dir)
     dataset = load_data(settings, world, None)
     part = "validation" if dataset.validation else "test"
-    evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, None, part)
+    evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, part)
 
     def evaluate_checkpoint(step: int) -> Evaluation | None:
         path = _checkpoint(run_dir, step)

@@ -130,21 +130,14 @@ def _largest(mistakes: Iterable[Mistake]) -> list[Mistake]:
 
 
 def make_evaluator(
-    model: keras.Model,
-    dataset: Dataset,
-    transforms: Transforms,
-    world: World,
-    batch_size: int | None = None,
-    part: str = "test",
+    model: keras.Model, dataset: Dataset, transforms: Transforms, world: World, part: str = "test"
 ) -> Callable[[bool], Evaluation]:
     """A function (six_views) that evaluates the model on a part of the data set. It is a collective.
 
-    A rank evaluates `batch_size` examples at a time, by default `examples_at_once`. Batch norm's moving statistics must
-    be the same on all ranks: see `TrainState.average`.
+    Batch norm's moving statistics must be the same on all ranks: see `TrainState.average`.
     """
-    batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
-    examples = getattr(dataset, part)
-    given = {"batch_size": batch_size, "rank": world.rank, "size": world.size}
+    examples, at_once = getattr(dataset, part), examples_at_once(dataset.image_shape, transforms.shape)
+    given = {"batch_size": at_once, "rank": world.rank, "size": world.size}
 
     @tf.function(reduce_retracing=True, autograph=False)
     def look(image: Any, label: Any, six_views: bool) -> Any:

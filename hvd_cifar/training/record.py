@@ -185,7 +185,4 @@ def described_data(facts: dict[str, Any], folder: Path) -> Dataset:
         none = Examples(np.empty((0, height, width, channels), np.uint8), np.empty(0, np.int32))
         return Dataset(str(facts["dataset"]), none, none, len(names), mean, deviation, names)
     except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{folder}/config.json does not describe the data set; to add that, also where no steps are left: "
-            f"./run.sh train --config {folder}/config.json --run-dir {folder}"
-        ) from None
+        raise UserError(f"{folder}/config.json describes no data set: bring it back, or give another run") from None

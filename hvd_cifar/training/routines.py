@@ -79,7 +79,7 @@ class Evaluator(Callback):
     def on_build(self, run: Run) -> None:
         data, transforms, world = run.data, run.work.transforms, run.world
         parts = {"test", run.watched}
-        self.evaluators = {part: make_evaluator(run.model, data, transforms, world, None, part) for part in parts}
+        self.evaluators = {part: make_evaluator(run.model, data, transforms, world, part) for part in parts}
 
     def before_steps(self, run: Run) -> None:
         """Make the evaluation that an earlier process left out because it had to stop."""

@@ -160,7 +160,7 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
         if world.is_root and is_of_run and trained.facts["test_sha256"] != dataset.test.digest:
             complain(f"note: {dataset.name}: its test examples are not those of the run")
 
-        evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, settings.batch_size)
+        evaluate = make_evaluator(trained.model, dataset, trained.transforms, world)
         found = evaluate(trained.six_views)
         if not math.isfinite(found.loss):
             raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")

@@ -34,7 +34,7 @@ train | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 
 train | --config /proc/no/file.json | --no-such-option 1 | --batch-size
 train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1
 train | --stall-seconds -1 | --data-dir ~nobody-of-this-name/x | --resume '' | --run-dir ''
-evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
+evaluate | | --run-dir r --dataset mnist | --run-dir r --model vgg
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''
