@@ -1,4 +1,4 @@
-"""Gradient norms, their mean kept in checkpoints: `train --callbacks examples/my_extension.py:GradientNorm`."""
+"""Gradient norms, their moving mean kept in checkpoints: `train --callbacks examples/my_extension.py:GradientNorm`."""
 
 from collections.abc import Sequence
 from typing import Any

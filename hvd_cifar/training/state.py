@@ -42,10 +42,10 @@ class TrainState:
         self._parts: dict[str, Part] = {}
         self._own: list[Any] = []
         self._averaged_step: int | None = None
-        drawn = random_states(model)
-        left_out = set(map(id, drawn))
+        seeds = random_states(model)
+        left_out = set(map(id, seeds))
         self.add("model", [v for v in model.variables if id(v) not in left_out], core=True)
-        self.add("random", drawn, "root", core=True)
+        self.add("random", seeds, "root", core=True)
         self.add("optimizer", optimizer.variables if optimizer else [], core=True)
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
@@ -79,8 +79,8 @@ class TrainState:
         return self._parts[name].variables if name in self._parts else ()
 
     def declare_own(self, variables: Sequence[Any]) -> None:
-        """Declare variables of the model that differ between ranks, such as local moving statistics."""
-        self._own = list(variables)
+        """Declare variables of the part "model" that differ between ranks, such as local moving statistics."""
+        self._own += variables
 
     @property
     def variables(self) -> list[Any]:
@@ -99,7 +99,7 @@ class TrainState:
         return [v for v in shared if id(v) not in left_out]
 
     def broadcast(self, root: int = 0) -> None:
-        """Give all ranks the values of one rank, bit for bit. A collective; `draw_apart` follows."""
+        """Give all ranks the values of one rank, bit for bit. A collective. Then call `draw_apart`, once."""
         collectives.broadcast_variables(self.variables, root)
 
     def draw_apart(self, rank: int) -> None:
@@ -121,7 +121,7 @@ class TrainState:
     def own_put_back(self) -> Iterator[None]:
         """A block after which the variables of `own` have this rank's values again."""
         before, averaged = [v.numpy() for v in self.own], self._averaged_step
-        yield
+        yield  # an error ends the run
         for variable, value in zip(self.own, before, strict=True):
             variable.assign(value)
         self._averaged_step = averaged

@@ -37,8 +37,8 @@ class StepSpec:
     weight_decay: float = 0.0  # factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient
     label_smoothing: float = 0.0  # of `cross_entropy`
     micro_batches: int = 1  # that each rank computes in a step, one after the other
-    # Micro-batches of all ranks in a step. Each starts from the same moving statistics of batch norm, and the step
-    # averages their results. None: a rank's micro-batches update its moving statistics in turn.
+    # Number of micro-batches of all ranks in a step. Each starts from the same moving statistics of batch norm, and the
+    # step averages their results. None: a rank's micro-batches update its moving statistics in turn.
     virtual_shards: int | None = None
     side: int | None = None  # height in pixels that the step first resizes images to; None: no resizing
     flags: int = 0  # how many numbers ranks send with the loss (`Progress.own_flags`)
@@ -47,7 +47,8 @@ class StepSpec:
     def is_one_graph(self) -> bool:
         """Whether a step is one graph, so that gradients leave during the backward pass.
 
-        Else there is a graph for a micro-batch, the same however many a rank has, and one for the update after them.
+        Else there is a graph for a micro-batch, so that its bits do not depend on how many a rank has, and one for the
+        update after them.
         """
         return self.micro_batches == 1 and not self.virtual_shards
 
@@ -116,7 +117,7 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
     model, variables = net.model, net.model.trainable_variables
     real, statistics = real_of(model), local_statistics(model)
     decayed = net.decayed if spec.weight_decay else []
-    watched = [v for v in variables if id(v) not in set(map(id, decayed))]
+    undecayed = [v for v in variables if id(v) not in set(map(id, decayed))]
 
     def share_of(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         image, label, weight = batch
@@ -144,10 +145,10 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
             index_of = {id(v): i for i, v in enumerate(variables)}
             for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(scaled_pull, v.dtype) * v.value
-        if watched:
+        if undecayed:
             # TensorFlow's maximum, and its batch norm before a ReLU, hide a NaN from the loss, but the backward pass
-            # carries it into a variable. Weight decay then makes the next loss NaN. Variables without it need this.
-            sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
+            # carries it into a variable. Weight decay then makes the next loss NaN. Other variables are looked at here.
+            sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in undecayed]))
             loss = tf.where(sound, loss, tf.constant(math.nan, real))
         # An empty micro-batch sends padding through the net, which must not change local statistics. Synchronised
         # layers leave it out by themselves (`examples_present`).

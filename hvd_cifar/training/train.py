@@ -42,7 +42,8 @@ def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str
     """Train as the settings say, on all ranks of this job; return what summary.json holds, the same on every rank.
 
     UserError where a setting does not fit the machine, the data or the run directory. TrainingError where the loss is
-    not finite, gradients are not averaged, or ranks are out of sync.
+    not finite, gradients are not averaged, or ranks are out of sync. Preempted (exit code
+    75) where it was asked to stop.
     """
     watch = Watch(settings.stall_seconds)
     try:
@@ -163,9 +164,9 @@ class Trainer:
         """
         run = self.run
         if run.step == run.total_steps:
-            done: dict[str, Any] = collectives.broadcast_object(run_dir.read_summary(run.run_dir))
+            done: dict[str, Any] = collectives.on_root(lambda: run_dir.read_summary(run.run_dir))
             if done.get("steps") == run.step:
-                # Written again: the launcher takes a summary of this start alone for success.
+                # The launcher counts a start as successful only if that start writes a summary.
                 collectives.on_root(lambda: run.reporter.summary(done))
                 run.say(f"nothing left to do after step {run.step}: see {run.run_dir}/summary.json")
                 return done
@@ -211,7 +212,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[StopRequests]:
-        """A context in which signals are requests to stop, and the run's files are open. An error closes them also."""
+        """A context in which signals are requests to stop; the files say how it begins and ends, also by an error."""
         run = self.run
         requests = StopRequests(run.settings.grace_seconds, run.world.is_root, lambda: str(run.progress.kept))
         with requests:
