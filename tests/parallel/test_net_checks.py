@@ -31,6 +31,11 @@ def deeper(shape, c):
 def other_activation(shape, c):
     return _net(shape, L.Dense(8, "relu" if hvd.rank() else "tanh", name="hidden"), L.Dense(c))
 
+def other_source(shape, c):
+    images = keras.Input(shape)
+    parts = [L.Flatten()(images), L.Flatten()(images[:, ::-1])]
+    return keras.Model(images, L.Dense(c)(L.Concatenate()(parts[::-1] if hvd.rank() else parts)))
+
 def fixed(shape, c):
     return keras.Sequential([keras.Input(batch_shape=(24, *shape)), L.Flatten(), L.Dense(c)])
 
@@ -55,6 +60,7 @@ REFUSED = [
     ("stateful", 1, "its layer memory keeps a state from batch to batch"),
     ("deeper", 2, "rank 1 has built another net than rank 0: dense_1 (Dense) differs"),
     ("other_activation", 2, "rank 1 has built another net than rank 0: hidden (Dense) differs"),
+    ("other_source", 2, "rank 1 has built another net than rank 0: functional (Functional) differs"),
 ]
 
 
