@@ -51,7 +51,7 @@ numpy.savez(sys.argv[2], count=sum(p.numel() for p in parameters), **found)
 @NEEDS_TORCH
 @pytest.mark.parametrize(
     "name, side, parameters",
-    [("resnet20", 32, 269_722), ("resnet32", 32, 464_154), ("tutorial", 24, 1_068_298)],
+    [("resnet20", 32, 269_722), ("tutorial", 24, 1_068_298)],
 )
 def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, tmp_path: Path) -> None:
     import tensorflow as tf
