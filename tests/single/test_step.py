@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks import nets
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.models import Net
 from hvd_cifar.training import step as step_module
+from hvd_cifar.training.callbacks import StepObserver
 from hvd_cifar.training.step import StepSpec, make_train_step
 
 
@@ -23,6 +25,7 @@ class _Recorder:
     def __init__(self) -> None:
         self.learning_rate = keras.Variable(0.0)
         self.gradients: list[Any] = []
+        self._watch: Any = None
 
     def scale_loss(self, loss: Any) -> Any:
         return loss
@@ -30,6 +33,8 @@ class _Recorder:
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         assert len(gradients) == len(variables)
         self.gradients = list(gradients)
+        if self._watch:
+            self._watch(self.gradients)
 
 
 @pytest.fixture(autouse=True)
@@ -111,20 +116,28 @@ def _batches(sizes: Sequence[int], images: Any, labels: Any) -> list[MicroBatch]
     return found
 
 
+class _Squares(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x), axis=1))  # of each example
+        self.add_loss(keras.ops.full((5,), 0.1))  # of none, as a regularizer's
+        return x
+
+
 @pytest.mark.parametrize("sizes", [(7,), (4, 3), (2, 0, 5)])
 def test_shares_add_up_to_the_global_batch(sizes: tuple[int, ...]) -> None:
     """Loss, penalties and gradients, however the batch is divided, as Keras has them; flags and rate are passed on."""
     keras.utils.set_random_seed(5)
     layers = [keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.3)), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((2, 2, 1)), keras.layers.Flatten(), *layers])
+    model = keras.Sequential([keras.Input((2, 2, 1)), keras.layers.Flatten(), _Squares(), *layers])
     draw = np.random.default_rng(1)
     images, labels = draw.normal(size=(7, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 7).astype(np.int32)
     decayed = [model.trainable_variables[2]]
     spec = StepSpec((2, 2, 1), weight_decay=0.1, label_smoothing=0.2, micro_batches=len(sizes), flags=2)
-    entropy = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
+    entropy_of = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
     with tf.GradientTape() as tape:
-        penalty = tf.add_n(model.losses) + 0.1 * tf.nn.l2_loss(decayed[0].value)
-        loss = entropy(tf.one_hot(labels, 3), model(images)) + penalty
+        entropy = entropy_of(tf.one_hot(labels, 3), model(images))
+        penalty = tf.add_n(list(map(tf.reduce_sum, model.losses))) + 0.1 * tf.nn.l2_loss(decayed[0].value)
+        loss = entropy + penalty
     expected = tape.gradient(loss, [v.value for v in model.trainable_variables])
     before, optimizer = [v.numpy() for v in model.trainable_variables], _Descent(1.0)
     step = make_train_step(Net(model, decayed), optimizer, spec)
@@ -153,6 +166,15 @@ def test_moving_statistics_follow_micro_batches_in_turn_and_are_the_mean_over_vi
     in_turn = ((start + first) / 2 + last) / 2
     mean = ((start + first) / 2 + start + (start + last) / 2) / 3
     np.testing.assert_allclose(norm.moving_mean.numpy(), mean if shards else in_turn, rtol=1e-5)
+
+
+def test_observers_see_gradients_their_sums_and_the_update_in_turn() -> None:
+    observer = mock.Mock(spec=StepObserver)
+    model = keras.Sequential([keras.Input((1, 1, 1)), keras.layers.Flatten(), keras.layers.Dense(2)])
+    step = make_train_step(Net(model, []), _Recorder(), StepSpec((1, 1, 1)), [observer])
+    step(_batches((2,), np.ones((2, 1, 1, 1), np.float32), np.zeros(2, np.int32)), tf.constant(2), 0.1, tf.zeros(0))
+    seen = [(name, *map(len, given)) for name, given, _ in observer.method_calls]
+    assert seen == [("on_gradients", 2), ("on_reduced", 2), ("on_sums", 1), ("after_update",)]
 
 
 def test_images_are_shrunk_to_the_side_of_the_step() -> None:
