@@ -159,14 +159,6 @@ def test_every_machine_draws_these_bytes_once(embedded: Path, monkeypatch: pytes
     assert prepared_folder("synthetic", embedded) == ("synthetic", embedded / LAYOUT.folder)
 
 
-def test_prepare_by_name(embedded: Path) -> None:
-    dataset = LAYOUT.read(embedded / LAYOUT.folder)
-    assert (dataset.name, dataset.classes, dataset.image_shape) == ("synthetic", 10, (32, 32, 3))
-    assert dataset.class_names == tuple(synthetic.FIGURES)
-    for labels in (*dataset.train.labels.reshape(5, 10_000), dataset.test.labels):
-        assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
-
-
 def test_auto_falls_back_with_a_warning_and_cifar10_does_not(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refused(*_: Any) -> Path:
