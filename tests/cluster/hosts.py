@@ -166,13 +166,8 @@ class Cluster:
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), *shaping)
 
-    def mute(self, host: Host) -> None:
-        """Lose all that a host sends; what the others send still arrives."""
-        too_small_for_any_packet = ["rate", "8bit", "burst", "1", "limit", "1"]
-        host.must("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *too_small_for_any_packet)
-
     def restore(self, host: Host) -> None:
-        """Undo `slow`, `mute` and `cut`."""
+        """Undo `slow` and `cut`."""
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), "root", "noqueue")
         self._on_switch("ip", "link", "set", self._port(host, INTERFACE), "up")
