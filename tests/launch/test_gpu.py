@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -146,46 +145,36 @@ def test_the_kernels_fit_every_gpu_since_pascal(environment: Environment, source
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_collectives_on_a_made_up_gpu(environment: Environment, fake_gpu: Path, ranks: int) -> None:
-    code, said = _fake(environment, fake_gpu, ranks)
-    assert (code, said) == (0, dict.fromkeys(range(ranks), f"{CALLS + ranks} checks, 16 kernels"))
+def test_collectives_on_a_made_up_gpu(environment: Environment, fake_gpu: Path) -> None:
+    code, said = _fake(environment, fake_gpu, 3)
+    assert (code, said) == (0, dict.fromkeys(range(3), f"{CALLS + 3} checks, 16 kernels"))
 
 
-# Of the driver, the kernels, CUDA's events and NCCL; and a kernel's name.
-FAULTS = "cudaGetDriverEntryPoint|cuLibraryLoadData|cuLaunchKernel scale_buffer_half2|cuLaunchKernel batched_memcpy|"
-FAULTS += "cudaEventCreateWithFlags|cudaEventQuery|ncclGetUniqueId|ncclCommInitRank|ncclCommGetAsyncError|"
-FAULTS += "ncclAllReduce|ncclBroadcast|ncclAllGather|ncclSend|ncclGroupEnd"
+# In the driver, a kernel (with its name), a thread that waits for CUDA, NCCL's start, a collective, and NCCL meanwhile.
+FAULTS = "cuLibraryLoadData|cuLaunchKernel batched_memcpy|cudaEventQuery|ncclCommInitRank|ncclAllReduce|"
+FAULTS += "ncclCommGetAsyncError"
 
 
 @pytest.mark.parametrize("fault", FAULTS.split("|"))
-@pytest.mark.parametrize("where", ["all", "1"])
-def test_a_failed_call_is_an_error_on_every_rank(
-    environment: Environment, fake_gpu: Path, fault: str, where: str
-) -> None:
+def test_a_failed_call_is_an_error_on_every_rank(environment: Environment, fake_gpu: Path, fault: str) -> None:
     """It is named where it fails. Other ranks learn that Horovod has been shut down, or end with the job."""
     call, _, kernel = fault.partition(" ")
-    root_alone = call == "ncclGetUniqueId"
-    rank = "0" if root_alone else where.replace("all", "-1")
-    code, said = _fake(environment, fake_gpu, 2, call, rank, *([kernel] if kernel else []))
-    assert code != 0
-    names = {"cudaGetDriverEntryPoint": "it needs version 525", "ncclCommGetAsyncError": "NCCL async error"}
-    names["cudaEventCreateWithFlags"] = "GetGpuEvent"
-    failed = {"-1": {0, 1}, "0": {0}, "1": {1}}[rank]
-    assert failed <= said.keys() and all(names.get(call, fault) in said[rank] for rank in failed), said
+    code, said = _fake(environment, fake_gpu, 2, call, "1", *([kernel] if kernel else []))
+    name = "NCCL async error" if "Async" in call else fault
+    assert code != 0 and name in said[1], said
     assert all(text.startswith("error: ") and "WRONG" not in text for text in said.values()), said
 
 
-@pytest.mark.parametrize(("fault", "where"), [("", "0"), *product(["ncclAllReduce", "cuLaunchKernel"], ["0", "1"])])
+@pytest.mark.parametrize("fault", ["", "ncclAllReduce", "cuLaunchKernel"])
 def test_a_call_that_fails_leaves_no_other_operation_alone(
-    environment: Environment, fake_gpu: Path, fault: str, where: str
+    environment: Environment, fake_gpu: Path, fault: str
 ) -> None:
     """Two operations are in flight. The second would wait for ever, or be added to the other rank's first one."""
-    code, said = _fake(environment, fake_gpu, 2, fault, where, "", "two at once")
+    code, said = _fake(environment, fake_gpu, 2, fault, "1", "", "two at once")
     if not fault:
         assert (code, set(said.values())) == (0, {"1 checks, 1 kernels"})
         return
-    assert code != 0 and fault in said[int(where)]
+    assert code != 0 and fault in said[1]
     assert all(text.startswith("error: ") and "WRONG" not in text for text in said.values()), said
 
 
