@@ -50,7 +50,7 @@ class BestWeights(Callback):
             self._end_where_due(run)
             return
         self.best = evaluation
-        if evaluation.step == run.step:
+        if evaluation.step == run.step:  # else it is of validation ranks, which evaluate a checkpoint
             run.save()
         if run.world.is_root:
             with run.files_may_fail(f"the best weights, of step {evaluation.step}, are not kept"):

@@ -99,7 +99,7 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
     """A layer's own loss: its sum, as in Keras's `fit`.
 
     All shares add up to the sum over the global batch, if there is a loss of each example [b]. Of any other loss, such
-    as a regularizer's, a micro-batch counts its part.
+    as a regularizer's, a micro-batch counts `part`, its fraction of the global batch.
     """
     if loss.shape.rank != 1 or loss.shape[0] is not None:
         return part * tf.reduce_sum(loss)
@@ -121,7 +121,7 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
 
     def share_of(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         image, label, weight = batch
-        if not spec.is_one_graph:
+        if not spec.is_one_graph:  # virtual shards go back to the start; for others it is what they hold
             for statistic, before in zip(statistics, start, strict=True):
                 statistic.assign(before)
         weight, count = tf.cast(weight, real), tf.cast(count, real)
@@ -182,7 +182,7 @@ def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[St
             observer.on_reduced(gradients)
 
     if observers:
-        watch_gradients(optimizer, show_reduced)
+        watch_gradients(optimizer, show_reduced)  # instead of an equal one, of another image size
 
     def update(total: Share, learning_rate: Any, flags: Any) -> Any:
         beside = [tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0), *total.statistics]

@@ -52,7 +52,7 @@ def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str
             try:
                 summary = assemble(settings, world, given or UserObjects(), watch).train()
             finally:
-                run_dir.release()
+                run_dir.release()  # which `assemble` has claimed
             watch.mark("shutdown")
             return summary
     finally:
@@ -70,7 +70,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     user_code.use_copies(collectives.on_root(lambda: user_code.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
-        world = replace(world, algorithm="all-to-all and all-gather")  # for the first lines of output alone
+        world = replace(world, algorithm="all-to-all and all-gather")  # for lines of output; nothing compares it
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
     # The run directory, and the checkpoint to begin with.
@@ -79,7 +79,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
 
     # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
     run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, folder, Progress(watch)))
-    net_checks.refuse_unlike(run)
+    net_checks.refuse_unlike(run)  # nets that differ between ranks
     for line in record.describe(run):
         run.say(line)
     _add_callbacks(run, averages, given)
@@ -139,7 +139,7 @@ def _restore(run: Run, newest: Path | None) -> str:
     is_of_this_run = newest is not None and newest.parent == run.run_dir / "checkpoints"
     saved_step = int(state.step.numpy()) if is_of_this_run else -1
     newer = [source for source in run.tell("on_restore") if source]  # of callbacks with a newer state, such as a copy
-    finish_all(run.model)
+    finish_all(run.model)  # layers that prepare numbers from their weights, such as Normalization
     state.draw_apart(run.world.rank)
     run.progress.begin(int(state.step.numpy()), saved_step)
     state.mark_averaged(saved_step)
