@@ -42,8 +42,8 @@ def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str
     """Train as the settings say, on all ranks of this job; return what summary.json holds, the same on every rank.
 
     UserError where a setting does not fit the machine, the data or the run directory. TrainingError where the loss is
-    not finite, gradients are not averaged, or ranks are out of sync. Preempted (exit code
-    75) where it was asked to stop.
+    not finite, gradients are not averaged, or ranks are out of sync. Preempted (exit code 75) where it was asked to
+    stop.
     """
     watch = Watch(settings.stall_seconds)
     try:
