@@ -3,7 +3,8 @@
 keras.applications.MobileNetV2((96, 96, 3), alpha=0.5, include_top=False, pooling="avg").save_weights(
 "body.weights.h5") downloads ImageNet's weights and writes such a file. Then:
 
-WEIGHTS=body.weights.h5 ./run.sh -np 2 train --model examples/fine_tune.py:build --dataset folder:PATH --image-size 96
+export HVD_CIFAR_WEIGHTS=body.weights.h5
+./run.sh -np 2 train --model examples/fine_tune.py:build --dataset folder:PATH --image-size 96
 """
 
 import os
@@ -18,7 +19,7 @@ def build(image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model,
     """A frozen MobileNetV2 and a head. Rank 0 reads the file; training begins with its weights on all ranks."""
     body = keras.applications.MobileNetV2(image_shape, alpha=0.5, weights=None, include_top=False, pooling="avg")
     if hvd.is_initialized() and hvd.rank() == 0:  # `predict` and `export` have the weights from the checkpoint
-        body.load_weights(os.environ["WEIGHTS"])
+        body.load_weights(os.environ["HVD_CIFAR_WEIGHTS"])
     body.trainable = False
     images = keras.Input(image_shape)
     halved = keras.layers.Rescaling(0.5)(images)  # a deviation of 1 becomes that of the images that it learned from

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_cifar import Callback, Run, StepObserver
 
-DECAY = 0.9  # per step
+DECAY = 0.9  # per step; the mean begins at 0, and is too low for some twenty steps
 
 
 class Norm(StepObserver):
@@ -29,7 +29,9 @@ class GradientNorm(Callback):
         run.observe(Norm(self.mean))
 
     def on_log(self, run: Run) -> None:
-        run.record("gradient_norm", step=run.step, mean=float(self.mean.numpy()))
+        mean = float(self.mean.numpy())
+        run.record("gradient_norm", step=run.step, mean=mean)  # in metrics.jsonl
+        run.reporter.show(run.step, {"gradient_norm": mean})  # in TensorBoard
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
         summary["gradient_norm"] = float(self.mean.numpy())

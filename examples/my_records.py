@@ -1,8 +1,9 @@
 """Images in a TFRecord file, read by index: `./run.sh -np 2 train --dataset examples/my_records.py:load`.
 
 Any object whose item i is image i will do, such as a source of grain or array_record. The order stays the program's, so
-shards, resume and the same result on any number of ranks hold. TRAIN and TEST name the files; each record is a
-tf.train.Example with an encoded `image` and an integer `label`.
+shards, resume and the same result on any number of ranks hold. HVD_CIFAR_TRAIN and HVD_CIFAR_TEST name the files, also
+on other hosts, which get variables of such names; each record is a tf.train.Example with an encoded `image` and an
+integer `label`.
 """
 
 import hashlib
@@ -44,5 +45,5 @@ class Records:
 
 
 def load() -> hvd_cifar.Dataset:
-    train, test = Records(os.environ["TRAIN"]), Records(os.environ["TEST"])
+    train, test = Records(os.environ["HVD_CIFAR_TRAIN"]), Records(os.environ["HVD_CIFAR_TEST"])
     return hvd_cifar.Dataset.from_arrays(train, train.labels, test, test.labels, name="records")

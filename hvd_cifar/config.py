@@ -109,7 +109,7 @@ class StepOptions(DataSettings):
     """Floating-point type of the computation. Without instructions for it mixed_bfloat16 is ten times slower. [default:
     float32; fast: mixed_bfloat16, if the processor or GPU has instructions for it]"""
     threads_per_rank: fields.ThreadCount | None = None
-    """CPU threads of a rank. [default: its share of the host's cores]"""
+    """Threads of a rank on a CPU. [default: its share of the host's cores]"""
 
     @model_validator(mode="after")
     def _buckets_are_used(self: Options) -> Options:

@@ -20,6 +20,7 @@ CONFIG: dict[str, Any] = {
         "dataset": "cifar10",
         "world_size": 2,
         "hosts": ["a", "b"],
+        "processors": ["AMD EPYC", "AMD EPYC"],
         "device": "/CPU:0",
         "threads": 1,
         "controller": "mpi",

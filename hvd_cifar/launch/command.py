@@ -122,10 +122,11 @@ def is_for_gpus() -> bool:
     return "+gpu." in version("horovod")
 
 
-def notes(settings: Any) -> Iterator[str]:
-    """What a user should know of this machine: GPUs that stay unused, or are not there, and a slow precision."""
-    count, for_gpus = gpus_here(), is_for_gpus()
-    if for_gpus and not count and not devices.hides_all(os.environ.get("CUDA_VISIBLE_DEVICES")):
+def notes(settings: Any, hosts: Sequence[Host] = ()) -> Iterator[str]:
+    """What a user should know: a slow precision; where ranks run here, GPUs that stay unused, or are not there."""
+    has_ranks, for_gpus = not hosts or any(is_local(host.name) for host in hosts), is_for_gpus()
+    count = gpus_here() if has_ranks else 0
+    if has_ranks and for_gpus and not count and not devices.hides_all(os.environ.get("CUDA_VISIBLE_DEVICES")):
         yield "note: ranks compute on the CPU: nvidia-smi lists no GPU here; is the driver loaded?"
     if count and not for_gpus:
         yield f"note: ranks compute on the CPU, and {count} GPUs stay unused; to use them: ./run.sh setup --gpu"

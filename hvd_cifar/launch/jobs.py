@@ -69,7 +69,7 @@ def launch(request: Request, settings: Any) -> int:
 def _restart(code: int, request: Request, job: Job, starter: Starter) -> int:
     """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
     most, restart, ends = request.settings.max_restarts, 0, Ends()
-    while code not in FINAL and not job.asked:
+    while code not in FINAL and job.wait(0):  # a program of the user's ends with the signal's code
         if not request.is_program and job.last_words:  # else no rank ran: a host may be booting
             ends.add(last_step(request.run_dir))
         reason = ends.why_no_other_start(job.tail) or f"--max-restarts {most}" * (restart == most)

@@ -83,7 +83,7 @@ def _start_ranks(request: Request, settings: Any) -> int:
     keeps = given.max_restarts or given.elastic or given.validation_ranks or writes_here and not given.dry_run
     if request.command[0] == "train" and keeps:
         request = _with_run_dir(request, settings)
-    for note in notes(settings):
+    for note in notes(settings, request.hosts):
         complain(note)
     if given.elastic and not given.dry_run:
         return ElasticRun(request, settings).run()

@@ -58,7 +58,7 @@ class Recipe:
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
             it, else float32.
-        augmentation: "standard", "fast" or "tutorial", or your own `Transforms`.
+        augmentation: "standard", "fast", "tutorial" or "none", or your own `Transforms`.
         weight_decay: factor of sum(w^2) / 2 over the variables that `decayed` chooses, in the loss.
         decayed: which trainable variables decay.
         label_smoothing: share of the target spread evenly over all classes.

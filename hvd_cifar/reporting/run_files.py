@@ -80,6 +80,7 @@ class Facts(_Part):
     world_size: int = Field(gt=0)
     hosts: list[str] = Field(min_length=1)  # by rank
     device: str
+    processors: list[str] = Field(min_length=1)  # by rank
     threads: int
     controller: str
     command: str

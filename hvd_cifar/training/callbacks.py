@@ -43,7 +43,7 @@ class StepObserver:
     """
 
     def on_gradients(self, gradients: Sequence[Any]) -> None:
-        """This rank's gradients, before the all-reduce."""
+        """This rank's gradients, before the all-reduce; under mixed_float16 times the loss scale."""
 
     def on_reduced(self, gradients: Sequence[Any]) -> None:
         """The summed gradients after the all-reduce, before --clip-norm, in the order of trainable variables."""
@@ -83,7 +83,7 @@ class Callback:
         """After every callback's `on_start`: what an earlier process has put off is due."""
 
     def on_step(self, run: Run) -> None:
-        """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
+        """After each global step. Its loss may still be on the device: `run.loss` may be that of an earlier step."""
 
     def on_log(self, run: Run) -> None:
         """After each log line; `run.loss` and `run.learning_rate` are those of the last step."""
@@ -122,7 +122,7 @@ class Run:
         schedule: learning rate by step.
         progress: step, losses and clock.
         run_dir: folder of the run's files, on rank 0's host.
-        reporter: what writes these files.
+        reporter: what writes these files; `show(step, {tag: number})` adds numbers to TensorBoard's.
         checkpoints: those of the run, on rank 0.
         callbacks: those of this program and the user's, in the order in which they are called.
         observers: of the step.
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step that was logged, over its global batch; None before the first."""
+        """Loss of the newest step whose result was fetched, over its global batch; None before the first."""
         return self.progress.loss
 
     @property

@@ -87,6 +87,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "world_size": world.size,
         "hosts": [rank.host for rank in world.ranks],
         "device": world.device,
+        "processors": [rank.processor for rank in world.ranks],
         "threads": world.threads,
         "controller": world.controller,
         "command": provenance.command(),

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hvd_cifar import config
+from hvd_cifar import config, fields
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import complain, read_json
@@ -153,6 +153,14 @@ def _damaged(path: Path, why: object) -> UserError:
     return UserError(f"{path} is damaged ({why}): bring it back, or give another run")
 
 
+def _without_folder(name: str, value: Any) -> Any:
+    """A net or data set without the place of its file or folder, which may move: digests compare the examples."""
+    if name == "dataset" and str(value).startswith(fields.FOLDER_DATASET):
+        return fields.FOLDER_DATASET
+    is_file = name in ("model", "dataset") and fields.is_user_code(str(value))
+    return Path(value).name if is_file else value
+
+
 def _refuse_differences(path: Path, now: dict[str, Any]) -> None:
     """UserError where the run with the config.json at `path` has other settings or facts than `now`."""
     defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
@@ -160,7 +168,7 @@ def _refuse_differences(path: Path, now: dict[str, Any]) -> None:
     changed = [
         f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}"
         for name in now
-        if name in then and then[name] != now[name]
+        if name in then and _without_folder(name, then[name]) != _without_folder(name, now[name])
     ]
     if changed:
         raise UserError(

@@ -101,6 +101,7 @@ class TrainState:
     def broadcast(self, root: int = 0) -> None:
         """Give all ranks the values of one rank, bit for bit. A collective. Then call `draw_apart`, once."""
         collectives.broadcast_variables(self.variables, root)
+        self._averaged_step = int(self.step.numpy())  # `own` is the same on all ranks
 
     def draw_apart(self, rank: int) -> None:
         """Derive this rank's seeds of random layers, such as dropout, from those that all ranks have got from rank 0.
@@ -125,10 +126,6 @@ class TrainState:
         for variable, value in zip(self.own, before, strict=True):
             variable.assign(value)
         self._averaged_step = averaged
-
-    def mark_averaged(self, step: int) -> None:
-        """Note that the ranks have got the same state of a step, so that `average` has nothing to do."""
-        self._averaged_step = step
 
     def named(self) -> dict[str, Any]:
         """The variables by their names in a checkpoint: state/PART/N, or added/PART/N where a callback adds them."""

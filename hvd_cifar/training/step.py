@@ -185,20 +185,20 @@ def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[St
         watch_gradients(optimizer, show_reduced)  # instead of an equal one, of another image size
 
     def update(total: Share, learning_rate: Any, flags: Any) -> Any:
-        beside = [tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0), *total.statistics]
+        numbers = tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0)
         optimizer.learning_rate.assign(learning_rate)
         for observer in observers:
             observer.on_gradients(total.gradients)
-        # Horovod: sum gradients over the ranks and apply them; loss and flags are in the same message.
-        loss_and_flags, *totals = apply_and_sum(optimizer, total.gradients, variables, beside)
+        # Horovod: sum gradients over the ranks and apply them. The same message sums the numbers and statistics.
+        sums = apply_and_sum(optimizer, total.gradients, variables, [numbers, *total.statistics])
         for observer in observers:
-            observer.on_sums([loss_and_flags, *totals])
+            observer.on_sums(sums)
         for observer in observers:
             observer.after_update()
         if spec.virtual_shards:
-            for statistic, summed in zip(statistics, totals, strict=True):
+            for statistic, summed in zip(statistics, sums[1:], strict=True):
                 statistic.assign(summed / spec.virtual_shards)
-        return loss_and_flags
+        return sums[0]
 
     return update
 

@@ -142,7 +142,6 @@ def _restore(run: Run, newest: Path | None) -> str:
     finish_all(run.model)  # layers that prepare numbers from their weights, such as Normalization
     state.draw_apart(run.world.rank)
     run.progress.begin(int(state.step.numpy()), saved_step)
-    state.mark_averaged(saved_step)
     return newer[-1] if newer else str(newest or "")
 
 

@@ -18,7 +18,7 @@ from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import launcher, recorded, training, variables
-from tests.ranks import wait_for
+from tests.ranks import CHECKOUT, wait_for
 
 EXACT = ["--precision", "float64", "--threads-per-rank", "1"]
 # Without the watchdog: mpirun notices a lost host by itself.
@@ -155,6 +155,16 @@ def test_a_users_own_program_runs_in_the_same_folder_on_every_host(three_hosts: 
     assert sorted(done.stderr.splitlines()) == [
         f"rank {rank} on node{rank + 1}: node{rank + 1} {folder} True ['a b']" for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize("how", ["--mpi", "--gloo"])
+def test_horovodrun_starts_a_program_for_horovod_on_several_hosts(how: str, three_hosts: Cluster) -> None:
+    """As its user types it: gradients are averaged under Keras 3, and both ranks end with the same weights."""
+    first, program = three_hosts[0], CHECKOUT / "examples/horovod/fit.py"
+    words = ["horovodrun", how, "-np", "2", "-H", "node1:1,node2:1", sys.executable, program]
+    done = first.run(words, env=variables(first), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks, same weights on all ranks: True" in done.stdout
 
 
 def test_hosts_are_known_by_any_of_their_names(three_hosts: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -49,3 +50,12 @@ def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(
     request = replace(parse(["--max-restarts", "5", "train"]), run_dir=tmp_path)
     assert _restart(137, request, job, Starter([], {})) == code and job.run.call_count == starts
     assert said in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_program_that_a_signal_to_the_launcher_has_ended_does_not_start_again(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = Job(can_stop=False)
+    job._on_signal(signal.SIGTERM, None)
+    assert _restart(143, parse(["--max-restarts", "2", "python", "program.py"]), job, Starter([], {})) == 143
+    assert not capfd.readouterr().err

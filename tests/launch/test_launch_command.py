@@ -327,6 +327,7 @@ def test_gpus_that_are_unused_or_missing_are_told(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     told = "".join(of_ranks.notes(None))
     assert note in told and bool(note) == bool(told)
+    assert not list(of_ranks.notes(None, [Host("another.example", 8)]))  # typed on a login node
 
 
 RULE = "-" * 74 + "\n"

@@ -79,5 +79,6 @@ def test_a_callback_keeps_a_number_of_its_own_in_the_checkpoint(tmp_path: Path) 
     """The example: a running mean of the gradient's norm, computed in the step, saved, logged and summed up."""
     for whole, first, resumed in run_ranks(_norms, 2, str(tmp_path), deterministic=True):
         assert resumed == whole and first != whole and whole[0] > 0
+    assert any(b"gradient_norm" in path.read_bytes() for path in (tmp_path / "whole/tensorboard").iterdir())
     norms = {e["step"]: e["mean"] for e in runs.events(tmp_path / "cut") if e["event"] == "gradient_norm"}
     assert set(norms) == {2, 3, 4, 6}

@@ -59,7 +59,7 @@ def test_examples_of_nets_train_predict_and_export(folder: Path, tmp_path: Path)
     body = keras.applications.MobileNetV2((96, 96, 3), alpha=0.5, weights=None, include_top=False, pooling="avg")
     body.save_weights(tmp_path / "body.weights.h5")
     words = ["-np", 2, "train", "--model", f"{EXAMPLES}/fine_tune.py:build", *data, "--max-steps", 4]
-    _launch(*words, "--run-dir", "fine", cwd=tmp_path, WEIGHTS="body.weights.h5")
+    _launch(*words, "--run-dir", "fine", cwd=tmp_path, HVD_CIFAR_WEIGHTS="body.weights.h5")
     settings = {"run_dir": str(tmp_path / "fine")}
     run_ranks(_is_frozen, 1, settings, str(tmp_path / "body.weights.h5"), launcher="", timeout=200)
     _launch("predict", "fine", folder / "disc" / "00000.jpg", cwd=tmp_path)
@@ -91,7 +91,7 @@ def test_records_are_read_by_index(tmp_path: Path) -> None:
                     "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[number % 3])),
                 }
                 file.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-    variables = {"TRAIN": str(tmp_path / "train"), "TEST": str(tmp_path / "test")}
+    variables = {"HVD_CIFAR_TRAIN": str(tmp_path / "train"), "HVD_CIFAR_TEST": str(tmp_path / "test")}
     words = ["-np", 2, "train", "--model", f"{EXAMPLES}/my_net.py:build", "--dataset", f"{EXAMPLES}/my_records.py:load"]
     said = _launch(*words, "--global-batch-size", 8, "--max-steps", 4, "--run-dir", "run", cwd=tmp_path, **variables)
     assert " on records: " in said

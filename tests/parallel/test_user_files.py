@@ -81,6 +81,16 @@ def test_edited_files_are_named_and_used(job: Job) -> None:
     assert broken["code"] == 2 and "no such activation" in broken["errors"][-1]
 
 
+def test_a_run_goes_on_and_is_evaluated_where_its_files_have_moved(job: Job) -> None:
+    files, job.folder = job.folder, job.folder / "moved"
+    job.folder.mkdir()
+    for path in files.glob("*.py"):
+        path.rename(job.folder / path.name)
+    rank = job.train(4)
+    assert rank["code"] == 0 and runs.summary(job.run)["steps"] == 4, rank
+    assert job.call("evaluate", "--run-dir", job.run)["code"] == 0
+
+
 def test_the_test_set_is_compared_also_where_no_file_has_changed(job: Job) -> None:
     rank = job.train(4, SHIFT="1")
     assert rank["code"] == 2 and "other settings (test sha256 was " in rank["errors"][0]

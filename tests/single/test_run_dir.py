@@ -140,6 +140,16 @@ def test_a_run_with_another_setting_or_on_other_data_does_not_go_on(name: str, t
         _claim(tmp_path, facts, **options)
 
 
+def test_a_run_goes_on_where_net_and_data_have_moved_but_not_with_others(tmp_path: Path) -> None:
+    then, now = ({**FACTS, "dataset": f"folder:/{place}/birds"} for place in ("box", "cluster"))
+    newest = _run(tmp_path, 5, then, model="/box/net.py:build")
+    assert _claim(tmp_path, now, model="/cluster/net.py:build") == newest
+    for facts, model in ((FACTS, "net.py:build"), (now, "net.py:other"), (now, "other.py:build")):
+        run_dir.release()
+        with pytest.raises(UserError, match="other settings"):
+            _claim(tmp_path, facts, model=f"/cluster/{model}")
+
+
 def test_only_virtual_shards_need_the_same_convolutions(tmp_path: Path) -> None:
     other = {**KERNELS, "convolutions": "TensorFlow's"}
     newest = _run(tmp_path / "plain", 5, KERNELS)
