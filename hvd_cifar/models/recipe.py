@@ -58,7 +58,9 @@ class Recipe:
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
             it, else float32.
-        augmentation: "standard", "fast", "tutorial" or "none", or your own `Transforms`.
+        augmentation: "standard": shifts by up to 4 pixels, mirror images. "fast": by 2, mirrored every other epoch.
+            "tutorial": crops of 3/4 of each side, mirror images, contrast. "none". Or your own `Transforms`. All
+            standardise by the training set's channels, "tutorial" each image by itself.
         weight_decay: factor of sum(w^2) / 2 over the variables that `decayed` chooses, in the loss.
         decayed: which trainable variables decay.
         label_smoothing: share of the target spread evenly over all classes.

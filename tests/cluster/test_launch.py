@@ -161,7 +161,7 @@ def test_a_users_own_program_runs_in_the_same_folder_on_every_host(three_hosts: 
 def test_horovodrun_starts_a_program_for_horovod_on_several_hosts(how: str, three_hosts: Cluster) -> None:
     """As its user types it: gradients are averaged under Keras 3, and both ranks end with the same weights."""
     first, program = three_hosts[0], CHECKOUT / "examples/horovod/fit.py"
-    words = ["horovodrun", how, "-np", "2", "-H", "node1:1,node2:1", sys.executable, program]
+    words = ["horovodrun", how, "-np", "2", "-H", "node1:1,node2:1", sys.executable, str(program)]
     done = first.run(words, env=variables(first), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks, same weights on all ranks: True" in done.stdout
