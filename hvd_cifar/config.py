@@ -129,8 +129,8 @@ class RunOptions(StepOptions):
     --gradient-accumulation. [default: 128; more than 8 ranks of tutorial or a ResNet share 1024; fast has a global
     batch of 1024 on any number of ranks]"""
     global_batch_size: fields.ExampleCount | None = None
-    """Examples per step over all ranks, instead of --batch-size. Training is then the same on any number of ranks; nets
-    with batch norm also need --sync-batch-norm."""
+    """Examples per step over all ranks, instead of --batch-size. Training is then the same on any number of ranks, but
+    for dropout; nets with batch norm also need --sync-batch-norm."""
     gradient_accumulation: fields.ExampleCount = 1
     """Micro-batches whose gradients a rank adds up before each all-reduce and update."""
     epochs: fields.Finite | None = Field(None, ge=1e-6, le=1_000_000)
