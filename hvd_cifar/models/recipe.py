@@ -59,8 +59,9 @@ class Recipe:
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
             it, else float32.
         augmentation: "standard": shifts by up to 4 pixels, mirror images. "fast": by 2, mirrored every other epoch.
-            "tutorial": crops of 3/4 of each side, mirror images, contrast. "none". Or your own `Transforms`. All
-            standardise by the training set's channels, "tutorial" each image by itself.
+            Both: random parts, not shifts, of pictures with --image-size from 64 on. "tutorial": crops of 3/4 of each
+            side, mirror images, contrast. "none". Or your own `Transforms`. All standardise by the training set's
+            channels, "tutorial" each image by itself.
         weight_decay: factor of sum(w^2) / 2 over the variables that `decayed` chooses, in the loss.
         decayed: which trainable variables decay.
         label_smoothing: share of the target spread evenly over all classes.

@@ -172,6 +172,12 @@ def mpi_network(environ: Mapping[str, str]) -> str:
     return environ.get("OMPI_MCA_btl_tcp_if_include", "")
 
 
+def tcp_network(environ: Mapping[str, str], by_nccl: bool, hosts: int) -> str:
+    """The network whose TCP carries gradients between hosts; "" where there is none, or a user has chosen UCX."""
+    is_tcp = hosts > 1 and not by_nccl and environ.get("OMPI_MCA_pml", "ob1") == "ob1"
+    return mpi_network(environ) if is_tcp else ""
+
+
 def address_here(environ: Mapping[str, str] = os.environ) -> str:
     """This host's address for ranks of other hosts: on the job's network where the launcher names one."""
     names = [environ.get("HOROVOD_GLOO_IFACE", ""), *mpi_network(environ).split(",")]

@@ -165,7 +165,7 @@ def _start(threads: int | None, deterministic: bool) -> World:
         threads=threads,
         controller=controller,
         algorithm=environment.all_reduce(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
-        network="" if by_nccl or hvd.cross_size() == 1 else environment.mpi_network(os.environ),
+        network=environment.tcp_network(os.environ, by_nccl, hvd.cross_size()),
         elastic=environment.elastic_job(),
         beside=beside,
     )

@@ -15,7 +15,7 @@ from hvd_cifar.runtime.devices import (
     threads_per_rank,
     visible_gpus,
 )
-from hvd_cifar.runtime.environment import RING_PARAMETERS, all_reduce, launched_rank, prepare_mpi
+from hvd_cifar.runtime.environment import RING_PARAMETERS, all_reduce, launched_rank, prepare_mpi, tcp_network
 
 EIGHT = [f"GPU-{i}" for i in range(8)]
 
@@ -166,6 +166,23 @@ def test_which_all_reduce_runs(
     controller: str, by_nccl: bool, environ: dict[str, str], hosts: int, two_levels: bool, expected: str
 ) -> None:
     assert all_reduce(controller, by_nccl, environ, hosts, two_levels) == expected
+
+
+@pytest.mark.parametrize(
+    ("pml", "by_nccl", "hosts", "found"),
+    [
+        ("ob1", False, 2, True),
+        ("", False, 2, True),
+        ("ucx", False, 2, False),
+        ("", True, 2, False),
+        ("", False, 1, False),
+    ],
+)
+def test_a_run_names_its_network_where_tcp_carries_the_gradients(
+    pml: str, by_nccl: bool, hosts: int, found: bool
+) -> None:
+    environ = {"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/24"} | ({"OMPI_MCA_pml": pml} if pml else {})
+    assert tcp_network(environ, by_nccl, hosts) == "10.0.0.0/24" * found
 
 
 def test_bfloat16_is_multiplied_where_the_processor_says_so(tmp_path: Path) -> None:
