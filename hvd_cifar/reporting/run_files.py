@@ -80,7 +80,7 @@ class Facts(_Part):
     world_size: int = Field(gt=0)
     hosts: list[str] = Field(min_length=1)  # by rank
     device: str
-    processors: list[str] = Field(min_length=1)  # by rank
+    processors: list[str] = []  # by rank; the record of an older run lacks them
     threads: int
     controller: str
     command: str

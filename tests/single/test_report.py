@@ -68,6 +68,15 @@ def test_a_report_holds_all_sections_and_fetches_nothing(tmp_path: Path) -> None
     assert text == written(tmp_path / "first")  # the same from the same files
 
 
+def test_a_report_names_the_processors_that_a_record_has(tmp_path: Path) -> None:
+    older = {**CONFIG, "run": {name: value for name, value in CONFIG["run"].items() if name != "processors"}}
+    said = [
+        " ".join(Elements(written(write_run(tmp_path / name, config))).words)
+        for name, config in (("now", CONFIG), ("older", older))
+    ]
+    assert "(AMD EPYC), 1 thread a rank" in said[0] and "AMD EPYC" not in said[1] and "1 thread a rank" in said[1]
+
+
 def test_whatever_a_file_holds_stays_text(tmp_path: Path) -> None:
     hostile = {"dataset": HOSTILE, "hosts": [HOSTILE, "b"], "command": HOSTILE, "versions": {HOSTILE: ""}}
     config = {**CONFIG, "model": HOSTILE, "run": {**CONFIG["run"], **hostile}}
